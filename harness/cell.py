@@ -1,0 +1,433 @@
+"""Runs one cell: warm-up, then accuracy, latency and memory from the same prefills and the same decoded tokens, `full` beside it.
+
+Each side (full and the method) is warmed up alone, which also gives its memory peaks; after that the two take turns, batch by batch,
+so that a drifting clock hits both. A side that fails keeps its own typed row, the other goes on.
+"""
+
+import hashlib
+import json
+import math
+import platform
+import statistics
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+from torch import Tensor
+
+from harness import hf, models, timing, tracking
+from harness.config import blank_row, choice_of
+from harness.engine import Engine
+from harness.report.card import print_card
+from harness.report.progress import Progress
+from harness.results import Row, write_atomic
+from methods.base import Budgeted
+from methods.full import Full
+from methods.slots import name_of
+from tasks.base import Sample
+
+ROOT = Path(__file__).resolve().parent.parent
+STORE = Path("outputs/rows")  # finished rows by config hash, below the folder that run.py is started in
+MIN_DECODE_TOKENS = 128  # fewer cannot give a time per token
+WARM_UP_STEPS = 8
+DONE = object()
+# what can change a measured value; the card, W&B and the command line cannot
+MEASURING_CODE = ("harness/cell.py", "harness/engine.py", "harness/hf.py", "harness/ledger.py", "harness/models.py")
+MEASURING_CODE += ("harness/timing.py", "methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py")
+
+
+class NonFinite(RuntimeError):
+    """Logits turned into NaN or infinity."""
+
+
+def check(cfg: DictConfig) -> None:
+    """Plan a cell without loading weights; ValueError with one line when it cannot run."""
+    conf = OmegaConf.to_object(cfg)
+    config = models.read_config(conf.model)
+    device = torch.device(models.pick_device(conf.model.device))
+    dtype = models.pick_dtype(conf.model.dtype, device.type)
+    shape = conf.shape
+    limit = getattr(config, "max_position_embeddings", None)
+    total = shape.context_len + shape.num_new_tokens
+    if limit and total > limit:
+        raise ValueError(
+            f"shape.context_len={shape.context_len} + shape.num_new_tokens={shape.num_new_tokens} is {total} tokens, "
+            f"the model allows {limit}; longest here: shape.context_len={max(limit - shape.num_new_tokens, 0)}"
+        )
+    spec = hf.spec_of_config(
+        config,
+        batch_size=shape.batch_size,
+        context_len=shape.context_len,
+        max_new_tokens=shape.num_new_tokens,
+        dtype=dtype,
+        device=device,
+    )
+    conf.method.plan(spec)
+    choose_impl(conf.impl)
+
+
+def choose_impl(impl: str) -> str:
+    """Kernel implementation that runs for `impl`."""
+    if impl == "triton":
+        raise ValueError("impl=triton: the Triton kernels are not here yet; use impl=reference")
+    return "reference"
+
+
+def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
+    """Measure the cell, write row.json, samples.jsonl and config.yaml into out_dir, print the card, log to W&B.
+
+    Args:
+        cfg: the composed cell; reproduce: the command that gives this row again.
+    Returns:
+        the row; a failure inside is a status, not an exception.
+    """
+    out_dir = Path(out_dir)
+    conf = OmegaConf.to_object(cfg)
+    with Progress() as progress:
+        progress.say(f"loading {conf.model.name}")
+        device = torch.device(models.pick_device(conf.model.device))
+        timing.reset_peak(device)
+        loaded = models.load(conf.model, conf.seed)
+        peak_load = timing.peak_bytes(device)
+        side = Side(cfg, loaded, peak_load, reproduce)
+        full, note = None, None
+        if cfg.compare and side.name != "full":
+            full_cfg = full_cell(cfg)
+            full = Side(full_cfg, loaded, peak_load, f"{reproduce} method=full")
+            if stored := find_row(full.row) if full.task.mode != "score" else None:
+                full.row, note = stored, f"full: reused from {STORE / (stored.config_hash + '.json')}, {stored.started_at}"
+        sides = [side] if full is None or note else [full, side]
+        measure(sides, progress)
+    if full and full.row.accuracy is not None and full.row.accuracy < full.task.floor:
+        side.row.flags.append("baseline_broken")
+    for finished in sides:
+        finished.save(out_dir if finished is side else None)
+    write_atomic(out_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
+    print_card(side.row, full.row if full else None, note)
+    tracking.log_run(cfg, side.row, side.samples, out_dir, conf.logger)
+    return side.row
+
+
+def full_cell(cfg: DictConfig) -> DictConfig:
+    """The cell that the method is compared with: the dense cache in the model's own dtype, all else equal."""
+    full = cfg.copy()
+    with open_dict(full):
+        full.method = OmegaConf.structured(Full())
+    full.kv_dtype = "auto"
+    return full
+
+
+def measure(sides: list["Side"], progress: Progress) -> None:
+    """Warm up each side alone, then let them take turns batch by batch (one after the other where both caches do not fit)."""
+    for side in sides:
+        progress.say(f"{side.name}: warm-up")
+        side.guard(side.warm_up)
+    alive = [side for side in sides if side.row.status == "running"]
+    groups = [alive] if fit_together(alive) else [[side] for side in alive]
+    if len(groups) > 1:
+        for side in alive:
+            side.row.flags.append("not_interleaved")
+    progress.start(sum(side.num_rounds for side in alive))
+    for group in groups:
+        turns = {side: side.run(group[0]) for side in group}
+        while turns:
+            for side in list(turns):
+                progress.advance(side.name)
+                if not side.guard(next, turns[side], DONE):
+                    del turns[side]
+    for side in alive:
+        if side.row.status == "running":
+            side.guard(side.summarise)
+
+
+def fit_together(sides: list["Side"]) -> bool:
+    """Whether all sides' caches and activations fit on the device at once, judged by the peaks of their warm-ups."""
+    if not sides or sides[0].device.type != "cuda":
+        return True
+    total = torch.cuda.get_device_properties(sides[0].device).total_memory
+    weights = sides[0].row.weights_bytes
+    return weights + sum(side.row.peak_prefill_bytes - weights for side in sides) < 0.9 * total
+
+
+class Side:
+    """One method's half of a cell: its engine, its samples and its row."""
+
+    def __init__(self, cfg: DictConfig, loaded, peak_load: int | None, reproduce: str):
+        conf = OmegaConf.to_object(cfg)
+        self.method, self.task, self.shape = conf.method, conf.task, conf.shape
+        self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.device = next(loaded.model.parameters()).device
+        self.name = choice_of(cfg.method)
+        self.impl = choose_impl(conf.impl)
+        self.seed = conf.seed
+        self.samples: list[dict] = []
+        self.traceback: str | None = None
+        self.row = blank_row(cfg, reproduce)
+        self.row.status = "running"
+        self.row.peak_load_bytes = peak_load
+        self.row.weights_bytes = hf.weight_bytes(loaded.model)
+        self.row.device_name = timing.device_name(self.device)
+        self.row.versions = versions() | {"weights": loaded.source}
+        self.row.code_hash = code_hash()
+        self.row.git_commit = git_commit()
+        self.row.memory_class = self.method.memory_class
+        self.ttft_ms: list[float] = []
+        self.prefill_ms: list[float] = []
+        self.compress_ms: list[float] = []
+        self.step_ms: list[float] = []
+        self.scores: list[float] = []
+        self.output_lens: list[int] = []
+        self.logprobs: list[float] = []
+        self.agreement: list[Tensor] = []
+        self.kl: list[Tensor] = []
+        self.full_logits: Tensor | None = None
+
+    def guard(self, step, *args) -> bool:
+        """Run one step; an exception becomes the row's status. Returns whether it went well."""
+        try:
+            return step(*args) is not DONE
+        except torch.cuda.OutOfMemoryError as err:
+            self.fail(f"oom_{self.phase}", err)
+        except NonFinite as err:
+            self.fail("nan", err)
+        except ValueError as err:
+            self.fail("invalid", err)
+        except (RuntimeError, MemoryError) as err:
+            out_of_memory = isinstance(err, MemoryError) or "can't allocate memory" in str(err)
+            self.fail(f"oom_{self.phase}" if out_of_memory else "failed", err)
+        return False
+
+    def fail(self, status: str, err: Exception) -> None:
+        self.row.status, self.row.error = status, " ".join(str(err).split())[:500]
+        self.traceback = traceback.format_exc()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def warm_up(self) -> None:
+        """Samples, engine, one discarded prefill and a few steps, alone in memory: gives peaks and the ledger."""
+        self.phase = "prefill"
+        self.prepare()
+        timing.reset_peak(self.device)
+        engine = self.build()
+        ids, lengths = pad([sample.prompt_ids for sample in self.batches[0]])
+        engine.prefill(ids, lengths)
+        row, spec = self.row, engine.spec
+        row.peak_prefill_bytes = timing.peak_bytes(self.device)
+        ledger, plan = engine.ledger(), self.method.planned
+        stored = self.method.stored_dtype(spec)
+        row.kv_dtype = stored
+        row.kv_full_bytes = spec.full_bytes(name_of(spec.dtype))
+        row.kv_resident_bytes, row.kv_allocated_bytes = ledger.resident_bytes, ledger.allocated_bytes
+        row.kv_predicted_bytes, row.kv_ledger = plan.resident_bytes, ledger.kinds
+        row.kv_kept_ratio = ledger.resident_bytes / row.kv_full_bytes
+        row.kv_sparsity = 1 - ledger.resident_bytes / spec.full_bytes(stored)
+        row.kv_read_bytes_per_step = plan.read_bytes
+        if isinstance(self.method, Budgeted):
+            if plan.noop:
+                row.flags.append("noop")
+            elif ledger.resident_bytes > self.method.budget_bytes(spec):
+                raise RuntimeError(
+                    f"{self.name} holds {ledger.resident_bytes} bytes after prefill, its budget is {self.method.budget_bytes(spec)}"
+                )
+        self.phase = "decode"
+        timing.reset_peak(self.device)
+        engine.decode(min(WARM_UP_STEPS, self.max_new_tokens))
+        row.peak_decode_bytes = timing.peak_bytes(self.device)
+        row.ceiling_gb_per_s = timing.copy_bandwidth(self.device) / 1e9
+        bytes_per_step = hf.weight_bytes_read(self.model, self.shape.batch_size) + plan.read_bytes
+        row.bound_ms_per_step = bytes_per_step / (row.ceiling_gb_per_s * 1e9) * 1000
+        row.decode_impl, row.kernel_impl = "eager", self.impl
+
+    def prepare(self) -> None:
+        """Draw the samples and group them into batches; the last batch is filled up with earlier samples that are not scored."""
+        drawn = self.task.samples(self.tokenizer, self.shape.context_len, self.seed)
+        size = self.shape.batch_size
+        filled = drawn + [drawn[i % len(drawn)] for i in range(-len(drawn) % size)]
+        self.num_drawn = len(drawn)
+        self.batches = [filled[i : i + size] for i in range(0, len(filled), size)]
+        self.num_rounds = max(len(self.batches), self.shape.repeats)
+        longest_forced = max(len(sample.forced_ids) for sample in drawn)
+        answer = 0 if self.task.mode == "score" else max(self.shape.num_new_tokens, *(s.max_answer_tokens for s in drawn))
+        self.max_new_tokens = longest_forced + answer
+
+    def build(self) -> Engine:
+        return Engine(
+            self.model,
+            self.method,
+            batch_size=self.shape.batch_size,
+            max_prompt_len=max(len(sample.prompt_ids) for batch in self.batches for sample in batch),
+            max_new_tokens=self.max_new_tokens,
+            impl=self.impl,
+        )
+
+    def run(self, reference: "Side") -> Iterator[None]:
+        """One batch per turn. `reference` is the full side that took its turn just before (or this side itself)."""
+        self.phase = "prefill"
+        engine = self.build()
+        for turn in range(self.num_rounds):
+            self.one_round(engine, turn, reference)
+            yield
+
+    def one_round(self, engine: Engine, turn: int, reference: "Side") -> None:
+        batch = self.batches[turn % len(self.batches)]
+        timed = turn < self.shape.repeats
+        self.phase = "prefill"
+        engine.compress_clock.total_ms()
+        clock = timing.Clock(self.device)
+        ids, lengths = pad([sample.prompt_ids for sample in batch])
+        ids = ids.to(self.device)
+        clock.mark()
+        engine.prefill(ids, lengths)
+        clock.mark()
+        prefill_ms = clock.durations_ms()[0]
+        self.prefilled_tokens = sum(lengths)
+        self.compress_ms.append(engine.compress_clock.total_ms())
+        self.phase = "decode"
+        steps = timing.Clock(self.device)
+        forced, forced_lens = pad([sample.forced_ids for sample in batch])
+        fresh = range(turn * len(batch), min((turn + 1) * len(batch), self.num_drawn))
+        if self.task.mode == "score":
+            logprobs, logits = engine.score(forced, steps, keep_logits=True)
+            self.compare_logits(logits, reference)
+            if turn < len(self.batches):
+                self.keep_scored(batch[: len(fresh)], logprobs, forced_lens)
+            waited = 0.0
+        else:
+            num_tokens = self.shape.num_new_tokens if timed else max(sample.max_answer_tokens for sample in batch)
+            tokens = engine.decode(forced.shape[1] + num_tokens, steps, forced, forced_lens)
+            if turn < len(self.batches) and self.task.mode == "generate":
+                self.keep_answers(batch[: len(fresh)], tokens.tolist(), forced_lens)
+            waited = sum(steps.durations_ms()[: forced.shape[1]])
+        if not engine.finite():
+            raise NonFinite(f"{self.name}: the logits are not finite after decoding")
+        if timed:
+            # a question that is fed after compression delays the first token of the answer
+            self.ttft_ms.append(prefill_ms + waited)
+            self.prefill_ms.append(prefill_ms)
+            self.step_ms += steps.durations_ms()
+
+    def compare_logits(self, logits: Tensor, reference: "Side") -> None:
+        """Fidelity to full on the same forced tokens, logits [B, n, V]."""
+        self.full_logits = logits if reference is self else None
+        if reference is self or reference.full_logits is None:
+            return
+        own, full = logits.log_softmax(-1), reference.full_logits.log_softmax(-1)
+        self.agreement.append((own.argmax(-1) == full.argmax(-1)).float().mean())
+        self.kl.append((full.exp() * (full - own)).sum(-1).mean())
+
+    def keep_scored(self, batch: list[Sample], logprobs: Tensor, lengths: list[int]) -> None:
+        for sample, line, length in zip(batch, logprobs.tolist(), lengths, strict=False):
+            if not all(math.isfinite(value) for value in line[:length]):
+                raise NonFinite(f"{self.name}: a log-probability is not finite")
+            self.logprobs += line[:length]
+            self.samples.append({"id": sample.id, "nll_nats": -sum(line[:length]) / length, "num_tokens": length} | sample.meta)
+
+    def keep_answers(self, batch: list[Sample], tokens: list[list[int]], forced_lens: list[int]) -> None:
+        for sample, line, start in zip(batch, tokens, forced_lens, strict=False):
+            answer = line[start : start + sample.max_answer_tokens]
+            if self.tokenizer.eos_token_id in answer:
+                answer = answer[: answer.index(self.tokenizer.eos_token_id)]
+            output = self.tokenizer.decode(answer)
+            score = self.task.score(sample, output)
+            self.scores.append(score)
+            self.output_lens.append(len(answer))
+            expected = {"answers": sample.answers, "output": output, "score": score, "output_len": len(answer)}
+            self.samples.append({"id": sample.id} | expected | sample.meta)
+
+    def summarise(self) -> None:
+        """Samples and times into the row."""
+        row, batch_size = self.row, self.shape.batch_size
+        row.ttft_ms = statistics.median(self.ttft_ms)
+        row.compress_ms = statistics.median(self.compress_ms)
+        row.prefill_tokens_per_s = self.prefilled_tokens / statistics.median(self.prefill_ms) * 1000
+        row.num_repeats = len(self.ttft_ms)
+        row.tpot_ms_p50, row.tpot_ms_p95 = percentile(self.step_ms, 0.5), percentile(self.step_ms, 0.95)
+        row.decode_tokens_per_s = batch_size * 1000 / statistics.fmean(self.step_ms)
+        row.bound_ratio = row.tpot_ms_p50 / row.bound_ms_per_step
+        row.achieved_gb_per_s = row.ceiling_gb_per_s / row.bound_ratio
+        if len(self.step_ms) / row.num_repeats < MIN_DECODE_TOKENS:
+            row.flags.append("short_decode")
+        if self.scores:
+            row.accuracy, row.num_samples = statistics.fmean(self.scores), len(self.scores)
+            row.output_len_mean = statistics.fmean(self.output_lens)
+            if len(self.scores) > 1:
+                row.accuracy_stderr = statistics.stdev(self.scores) / len(self.scores) ** 0.5
+        if self.logprobs:
+            row.perplexity = float(torch.tensor(self.logprobs, dtype=torch.float64).mean().neg().exp())
+            row.num_samples = len(self.samples)
+        if self.kl:
+            row.top1_agreement, row.kl_nats = float(torch.stack(self.agreement).mean()), float(torch.stack(self.kl).mean())
+        row.status = "ok"
+
+    def save(self, out_dir: Path | None) -> None:
+        """Row and samples into out_dir, and finished rows into the store."""
+        folders = [] if out_dir is None else [(out_dir / "row.json", out_dir / "samples.jsonl")]
+        if self.row.status == "ok":
+            stem = STORE / self.row.config_hash
+            folders.append((stem.with_suffix(".json"), stem.with_suffix(".samples.jsonl")))
+        lines = "".join(json.dumps(sample) + "\n" for sample in self.samples)
+        for row_file, samples_file in folders:
+            write_atomic(samples_file, lines)
+            write_atomic(row_file, self.row.to_json())
+        if self.traceback and out_dir:
+            write_atomic(out_dir / "traceback.txt", self.traceback)
+
+
+def pad(lines: list[list[int]]) -> tuple[Tensor, list[int]]:
+    """Right-padded [B, T] and the lengths."""
+    lengths = [len(line) for line in lines]
+    width = max(lengths)
+    return torch.tensor([line + [0] * (width - len(line)) for line in lines], dtype=torch.long), lengths
+
+
+def percentile(values: list[float], share: float) -> float:
+    """Nearest-rank percentile."""
+    ranked = sorted(values)
+    return ranked[min(len(ranked) - 1, int(share * len(ranked)))]
+
+
+def find_row(like: Row) -> Row | None:
+    """The stored row of the same cell, measured by the same code on the same device and versions; None when there is none."""
+    path = STORE / f"{like.config_hash}.json"
+    if not path.exists():
+        return None
+    try:
+        row = Row.read(path)
+    except ValueError as err:
+        print(f"note: {err}; measuring full again", file=sys.stderr)
+        return None
+    same = all(getattr(row, name) == getattr(like, name) for name in ("code_hash", "device_name", "versions"))
+    return row if same and row.status == "ok" else None
+
+
+def code_hash() -> str:
+    """12 hex digits over the source of everything that can change a measured value."""
+    digest = hashlib.sha256()
+    for pattern in MEASURING_CODE:
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.relative_to(ROOT).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout, with + when files differ from it; None outside git."""
+    git = ["git", "-C", str(ROOT)]
+    try:
+        commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit[:12] + ("+" if changed else "")
+
+
+def versions() -> dict[str, str]:
+    """Versions that can change a number."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "transformers": version("transformers")}
+    if torch.version.cuda:
+        found |= {"cuda": torch.version.cuda, "triton": version("triton")}
+    return found

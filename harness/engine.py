@@ -1,0 +1,155 @@
+"""The engine: prefill, decode and score through one physical cache. Accuracy, latency and memory all come from here.
+
+engine = Engine(model, method, batch_size=2, max_prompt_len=1024, max_new_tokens=128)
+logits = engine.prefill(input_ids, lengths)     # [B, V]
+tokens = engine.decode(128)                     # [B, 128], greedy
+logprobs = engine.score(token_ids)              # [B, n], teacher-forced through the same compressed cache
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from harness import hf
+from harness.ledger import Ledger, measure
+from harness.timing import Clock, Stopwatch
+from methods.base import Method
+
+
+class Engine:
+    """One model, one method, one batch. Slots are allocated here; no step allocates, syncs or holds a Python position.
+
+    Args:
+        model: a Hugging Face causal LM in eval mode; it attends through our layers inside the calls below only.
+        method: an unbound method; the engine binds it. ValueError when its plan is impossible for these shapes.
+        max_prompt_len: longest prompt; the budget refers to it. max_new_tokens: most tokens fed or decoded after prefill.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        *,
+        batch_size: int,
+        max_prompt_len: int,
+        max_new_tokens: int,
+        impl: str = "reference",
+    ):
+        self.model, self.method = model, method
+        self.spec = hf.make_spec(
+            model, batch_size=batch_size, context_len=max_prompt_len, max_new_tokens=max_new_tokens, impl=impl
+        )
+        method.bind(self.spec)
+        self.compress_clock = method.clock = Stopwatch(self.spec.device)
+        self.phase = hf.Phase()
+        self.cache = hf.make_cache(method, self.phase)
+        self.seen = torch.zeros(batch_size, dtype=torch.long, device=self.spec.device)
+        self.steps_left = 0
+
+    @torch.inference_mode()
+    def prefill(self, input_ids: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+        """Prompts into the cache, one sequence at a time; any earlier content is forgotten.
+
+        Args:
+            input_ids: [B, T], right-padded; lengths: [B] prompt lengths (None: all T). Padding is cut off before the model.
+        Returns:
+            logits [B, V] of each prompt's last token.
+        """
+        lengths = [input_ids.shape[1]] * len(input_ids) if lengths is None else [int(n) for n in lengths]
+        if len(input_ids) != self.spec.batch_size or len(lengths) != self.spec.batch_size:
+            raise ValueError(f"prefill got {len(input_ids)} prompts, the engine was built for {self.spec.batch_size}")
+        if not 1 <= min(lengths) <= max(lengths) <= min(self.spec.context_len, input_ids.shape[1]):
+            raise ValueError(f"prompt lengths {lengths} must lie in 1 .. {self.spec.context_len} (max_prompt_len)")
+        device = self.spec.device
+        self.method.step = {}
+        last = []
+        for seq, length in enumerate(lengths):
+            self.phase.seq = seq
+            positions = torch.arange(length, device=device)[None]
+            prompt = input_ids[seq : seq + 1, :length].to(device)
+            with hf.kv_attention(self.model):
+                last.append(hf.forward(self.model, prompt, positions, self.cache))
+            self.method.end_prefill(seq)
+        self.phase.seq = None
+        self.seen.copy_(torch.tensor(lengths))
+        self.steps_left = self.spec.max_new_tokens
+        self.logits = torch.cat(last)
+        self.next_token = self.logits.argmax(-1)
+        return self.logits
+
+    def decode(
+        self, num_tokens: int, clock: Clock | None = None, forced: Tensor | None = None, forced_lens: list[int] | None = None
+    ) -> Tensor:
+        """Greedy tokens [B, num_tokens]; end-of-sequence is not a stop.
+
+        Args:
+            clock: gets a mark before the first step and after every step.
+            forced: [B, F] tokens that take the place of the first greedy ones, as a question that compression has not seen;
+                forced_lens: how many of each row count (None: all F). They are part of what is returned.
+        """
+        device = self.spec.device
+        forced = torch.empty(self.spec.batch_size, 0, dtype=torch.long) if forced is None else forced
+        forced_lens = [forced.shape[1]] * self.spec.batch_size if forced_lens is None else forced_lens
+        forced, lens = forced.to(device), torch.tensor(forced_lens, device=device)
+        tokens = torch.empty(self.spec.batch_size, num_tokens, dtype=torch.long, device=device)
+        for step in self._steps(num_tokens, clock):
+            token = self.next_token
+            if step < forced.shape[1]:
+                token = torch.where(step < lens, forced[:, step], token)
+            tokens[:, step] = token
+            self._step(token)
+        return tokens
+
+    def score(self, token_ids: Tensor, clock: Clock | None = None, keep_logits: bool = False):
+        """Log-probabilities [B, n] (nats) of token_ids [B, n], teacher-forced through the cache as decode does.
+
+        Returns:
+            logprobs, or (logprobs, logits [B, n, V] fp32 that predicted each token) with keep_logits.
+        """
+        token_ids = token_ids.to(self.spec.device)
+        logprobs: list[Tensor] = []
+        logits: list[Tensor] = []
+        for step in self._steps(token_ids.shape[1], clock):
+            predicted = self.logits.float()
+            logprobs.append(predicted.log_softmax(-1).gather(1, token_ids[:, step : step + 1])[:, 0])
+            if keep_logits:
+                logits.append(predicted)
+            self._step(token_ids[:, step])
+        scores = torch.stack(logprobs, dim=1)
+        return (scores, torch.stack(logits, dim=1)) if keep_logits else scores
+
+    def _steps(self, num_tokens: int, clock: Clock | None) -> Iterator[int]:
+        """Step numbers, with the clock's marks around them; ValueError when the slots do not suffice."""
+        if num_tokens > self.steps_left:
+            raise ValueError(
+                f"{num_tokens} more tokens do not fit: {self.steps_left} of max_new_tokens={self.spec.max_new_tokens} are left"
+            )
+        self.steps_left -= num_tokens
+        if clock:
+            clock.mark()
+        for step in range(num_tokens):
+            yield step
+            if clock:
+                clock.mark()
+
+    @torch.inference_mode()
+    def _step(self, token: Tensor) -> None:
+        """One token per sequence, [B], through the model; leaves logits and the next greedy token."""
+        self.method.begin_step(self.seen)
+        with hf.kv_attention(self.model):
+            self.logits = hf.forward(self.model, token[:, None], self.seen[:, None], self.cache)
+        self.next_token = self.logits.argmax(-1)
+        self.seen += 1
+
+    def finite(self) -> bool:
+        """Whether the newest logits hold neither NaN nor infinity."""
+        return bool(torch.isfinite(self.logits).all())
+
+    def ledger(self) -> Ledger:
+        """Bytes held by the method's cache, by kind."""
+        return measure(self.method)
+
+    def positions(self) -> Tensor:
+        """True position held by each slot, [B, C], -1 where empty."""
+        return self.method.positions(self.seen)

@@ -1,0 +1,145 @@
+"""All that depends on the transformers version: the attention function, the cache object, and what a model's shapes are.
+
+The model stays the Hugging Face module. Its attention calls `cache.update(k, v)` and then our attention function with the returned
+key; the key carries the KVLayer it belongs to, so no global state and no patched module stands between the two.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache, CacheLayerMixin
+
+from methods.base import KVLayer, Method, Spec
+
+ATTENTION = "kvgauge"
+# set by model families whose attention is more than softmax(q k): silently dropping one would change the model
+UNSUPPORTED_KWARGS = ("softcap", "s_aux", "head_mask", "position_bias")
+
+
+@dataclass
+class Phase:
+    """Which phase the next forward is in: the sequence that is prefilled, or None for a decode step of all."""
+
+    seq: int | None = None
+
+
+class CacheLayer(CacheLayerMixin):
+    """Hands a KVLayer through transformers' cache: update() returns the new keys with the layer attached."""
+
+    def __init__(self, layer: KVLayer, phase: Phase):
+        super().__init__()
+        self.layer, self.phase = layer, phase
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        key_states.kv_layer = self
+        return key_states, value_states
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.phase.seq is None:
+            return self.layer.decode(q, k, v)
+        return self.layer.prefill(q, k, v, self.phase.seq)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0  # positions are always passed in; a count here would need a host sync
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs
+) -> tuple[Tensor, None]:
+    """Attention function registered as "kvgauge": q [B, Hq, T, D], k, v [B, Hkv, T, D] -> [B, T, Hq, D]."""
+    if extra := [name for name in UNSUPPORTED_KWARGS if kwargs.get(name) is not None]:
+        raise ValueError(
+            f"{type(module).__name__} uses {', '.join(extra)} in its attention, which is not supported yet"
+        )
+    out = key.kv_layer.attend(query, key, value)
+    return out.transpose(1, 2).contiguous(), None
+
+
+# no mask function is registered under this name, so the model builds no mask: causality is the cache layers' own business
+AttentionInterface.register(ATTENTION, attention)
+
+
+@contextmanager
+def kv_attention(model: nn.Module) -> Iterator[None]:
+    """Within it the model attends through our layers; outside it is as the user loaded it."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def make_cache(method: Method, phase: Phase) -> Cache:
+    """transformers' Cache over a bound method's layers."""
+    return Cache(layers=[CacheLayer(layer, phase) for layer in method.layers])
+
+
+def forward(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
+    """Logits of the last token, [B, V]; input_ids and position_ids [B, T]."""
+    out = model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits[:, -1]
+
+
+def make_spec(model: nn.Module, *, batch_size: int, context_len: int, max_new_tokens: int, impl: str) -> Spec:
+    """Spec of a loaded model."""
+    weight = next(model.parameters())
+    scale = next(m.scaling for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling"))
+    rotary = model.get_decoder().rotary_emb
+
+    def cos_sin(positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rotary(torch.empty(1, dtype=torch.float32, device=positions.device), position_ids=positions)
+        return cos.float(), sin.float()
+
+    return spec_of_config(
+        model.config,
+        scale=scale,
+        batch_size=batch_size,
+        context_len=context_len,
+        max_new_tokens=max_new_tokens,
+        dtype=weight.dtype,
+        device=weight.device,
+        rotary=cos_sin,
+        impl=impl,
+    )
+
+
+def spec_of_config(config, *, scale: float | None = None, **fields) -> Spec:
+    """Spec from a model's configuration alone, without weights: what the pre-flight plans with."""
+    num_q_heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_q_heads
+    return Spec(
+        num_layers=config.num_hidden_layers,
+        num_q_heads=num_q_heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_q_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5 if scale is None else scale,
+        **fields,
+    )
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters and buffers, each storage once."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def weight_bytes_read(model: nn.Module, batch_size: int) -> int:
+    """Weight bytes that one decode step must read: all but the embedding table, of which it reads B rows (unless tied)."""
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight.data_ptr() == table.data_ptr()
+    skipped = 0 if tied else (table.shape[0] - batch_size) * table.shape[1] * table.element_size()
+    return weight_bytes(model) - max(0, skipped)

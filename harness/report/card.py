@@ -1,0 +1,279 @@
+"""The result card: one cell beside `full`, in 80 columns, with or without colour; and one line per cell after a sweep.
+
+Slower is shown as slower, a value that is not known as a dash. Card of a row.json:
+python -m harness.report.card outputs/<date>/<time>/row.json
+"""
+
+import contextlib
+import shlex
+import sys
+from math import hypot
+from pathlib import Path
+from typing import TextIO
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from harness.results import Row
+
+WIDTH = 80
+DASH = "–"
+FLAG_TEXTS = {
+    "noop": "the budget covers the whole prompt: nothing was dropped, this is full",
+    "untrained": "this method needs trained weights and ran without them",
+    "baseline_broken": "full itself fails this task: accuracy says nothing about the method",
+    "short_decode": "fewer than 128 tokens were decoded per run: decode times are no measurement",
+    "simulated": "bytes are computed, not held: memory and speed are not real",
+    "not_interleaved": "full and the method were timed one after the other, not in turns",
+}
+QUESTION_TEXTS = {"visible": "compression has seen it", "hidden": "compression has not seen it"}
+MEMORY_TEXTS = {
+    "freed": "the bytes left memory",
+    "reads_less": "everything stays in memory, less of it is read",
+    "fixed_state": "a state of fixed size",
+    "none": "nothing is saved",
+}
+LESS, TIME, RATE, LOSS = ("less", "more"), ("faster", "slower"), ("slower", "faster"), ("better", "worse")
+
+
+def print_card(row: Row, full: Row | None = None, full_note: str | None = None, file: TextIO | None = None) -> None:
+    """Print the card; see `card`."""
+    _print(card(row, full, full_note), file)
+
+
+def print_table(rows: list[Row], file: TextIO | None = None) -> None:
+    """Print one line per cell; see `table`."""
+    _print(table(rows), file)
+
+
+def card(row: Row, full: Row | None = None, full_note: str | None = None) -> Group:
+    """Rich renderable of one row.
+
+    Args:
+        full: the same cell with the full cache; None when the cell is full itself or no comparison was asked for.
+        full_note: where full's row comes from when it was not measured now.
+    """
+    parts = [_header(row, full)]
+    numbers = Table(box=SIMPLE_HEAD, width=WIDTH, padding=(0, 1), pad_edge=False)
+    numbers.add_column("", ratio=25)
+    numbers.add_column(Text(row.method), justify="right", ratio=16, overflow="fold")
+    if full:
+        numbers.add_column(Text("full"), justify="right", ratio=16, overflow="fold")
+        numbers.add_column(Text("against full"), justify="right", ratio=15)
+    for label, value, shown, words in _lines(row, full):
+        cells = [Text(label), Text(shown(row), style="bold")]
+        if full:
+            cells += [Text(shown(full)), _change(value(row), value(full), words)]
+        numbers.add_row(*cells)
+    accuracy = [Text("accuracy"), Text(_accuracy(row), style="bold")]
+    samples = [Text("  samples"), Text(_plain(row.num_samples), style="bold")]
+    if full:
+        accuracy += [Text(_accuracy(full)), _accuracy_change(row, full)]
+        samples += [Text(_plain(full.num_samples)), Text()]
+    numbers.add_row(*accuracy)
+    numbers.add_row(*samples)
+    parts.append(numbers)
+    if full_note:
+        parts.append(Text(full_note, overflow="fold"))
+    parts.append(_footer(row))
+    return Group(*parts)
+
+
+def table(rows: list[Row]) -> Table:
+    """Rich renderable with one line per row, named by its method and by whatever differs between the rows."""
+    lines = Table(box=SIMPLE_HEAD, width=WIDTH, padding=(0, 1), pad_edge=False)
+    lines.add_column("cell", overflow="fold")
+    for name in ("KV held", "TTFT", "TPOT", "tokens/s", "accuracy"):
+        lines.add_column(name, justify="right", no_wrap=True)
+    knobs = ("model", "task", "question", "kv_dtype", "context_len", "batch_size", "sparsity", "kv_budget", "seed")
+    varying = [name for name in knobs if len({getattr(row, name) for row in rows}) > 1]
+    for row in rows:
+        known = [f"{name}={_plain(getattr(row, name))}" for name in varying if getattr(row, name) is not None]
+        cell = Text(" ".join([row.method, *known]))
+        for word in ([] if row.status == "ok" else [row.status]) + row.flags:
+            cell.append(f"\n! {word}", style=_status_style(row))
+        values = [row.kv_resident_bytes, row.ttft_ms, row.tpot_ms_p50, row.decode_tokens_per_s, row.accuracy]
+        shown = [show(value) for show, value in zip((_bytes, _ms, _ms, _number, _number), values, strict=True)]
+        lines.add_row(cell, *map(Text, shown))
+    return lines
+
+
+def _header(row: Row, full: Row | None) -> Text:
+    budget = f"kv_budget {row.kv_budget:g}" if row.kv_budget is not None else f"sparsity {_plain(row.sparsity)}"
+    shape = f"context {row.context_len}, batch {row.batch_size}, {row.num_new_tokens} new tokens, seed {row.seed}"
+    text = Text(overflow="fold")
+    text.append(f"{row.method} on {row.model}, task {row.task}\n", style="bold")
+    text.append(f"{budget}, kv_dtype {row.kv_dtype}, {shape}\n")
+    if row.question:
+        text.append(f"question {row.question}: {QUESTION_TEXTS.get(row.question, '')}\n")
+    text.append(f"memory {row.memory_class}: {MEMORY_TEXTS.get(row.memory_class, '')}\n")
+    text.append(f"kernels {_plain(row.kernel_impl)}, decode {_plain(row.decode_impl)}\n")
+    text.append("status ")
+    text.append(row.status, style=_status_style(row))
+    if row.error:
+        text.append(f": {row.error}")
+    for flag in row.flags:
+        text.append(f"\n! {flag}: {FLAG_TEXTS.get(flag, 'see docs')}", style="yellow")
+    if full and full.status != "ok":
+        text.append(f"\n! full has no result, {full.status}: {full.error or ''}", style="yellow")
+    return text
+
+
+def _lines(row: Row, full: Row | None) -> list[tuple]:
+    """Label, number to compare, text to show (both from a row), and the words for (below, above) full or None."""
+
+    def line(label, name, shown, words=None):
+        return label, lambda one: getattr(one, name), lambda one: shown(getattr(one, name)), words
+
+    def of_ledger(kind):
+        return lambda one: one.kv_ledger.get(kind)
+
+    rows = [row, full] if full else [row]
+    kinds = dict.fromkeys(kind for one in rows for kind in one.kv_ledger)
+    lines = [
+        line("KV cache held", "kv_resident_bytes", _bytes, LESS),
+        *(
+            (f"  {kind}", of_ledger(kind), lambda one, kind=kind: _bytes(one.kv_ledger.get(kind)), None)
+            for kind in kinds
+        ),
+        ("  predicted", lambda one: None, _predicted, None),
+        line("  share of dense cache", "kv_kept_ratio", _percent),
+        line("  read per decode step", "kv_read_bytes_per_step", _bytes, LESS),
+        line("  with room to grow", "kv_allocated_bytes", _bytes, LESS),
+        line("peak memory, prefill", "peak_prefill_bytes", _bytes, LESS),
+        line("peak memory, decode", "peak_decode_bytes", _bytes, LESS),
+        line("time to first token", "ttft_ms", _ms, TIME),
+        line("  of it compression", "compress_ms", _ms),
+        line("time per token, median", "tpot_ms_p50", _ms, TIME),
+        line("time per token, p95", "tpot_ms_p95", _ms, TIME),
+        line("decode tokens/s", "decode_tokens_per_s", _number, RATE),
+        line("prefill tokens/s", "prefill_tokens_per_s", _number, RATE),
+        line("time / bandwidth bound", "bound_ratio", lambda value: DASH if value is None else f"{value:.1f}x"),
+        ("  GB/s of copy speed", lambda one: None, _bandwidth, None),
+    ]
+    quality = (
+        ("perplexity", "perplexity", LOSS),
+        ("same top token as full", "top1_agreement", None),
+        ("KL to full, nats", "kl_nats", None),
+    )
+    for label, name, words in quality:
+        if any(getattr(one, name) is not None for one in rows):
+            lines.append(line(label, name, _percent if name == "top1_agreement" else _number, words))
+    return lines
+
+
+def _change(value: float | None, reference: float | None, words: tuple[str, str] | None) -> Text:
+    """`1.25x slower`: the factor against full, always above 1, and what it means."""
+    if not words or not value or not reference:
+        return Text("" if not words else DASH)
+    factor = value / reference
+    if 0.98 < factor < 1.02:
+        return Text("same")
+    word = words[factor > 1]
+    style = "green" if word in ("less", "faster", "better") else "red"
+    return Text(f"{max(factor, 1 / factor):.2f}x {word}", style=style)
+
+
+def _accuracy(row: Row) -> str:
+    if row.accuracy is None:
+        return DASH
+    error = "" if row.accuracy_stderr is None else f" ± {row.accuracy_stderr:.3f}"
+    return f"{row.accuracy:.3f}{error}"
+
+
+def _accuracy_change(row: Row, full: Row) -> Text:
+    """The difference; `noise` within two standard errors of it, as if the samples were not paired."""
+    if row.accuracy is None or full.accuracy is None:
+        return Text(DASH)
+    gap = row.accuracy - full.accuracy
+    if gap == 0:
+        return Text("same")
+    noise = hypot(row.accuracy_stderr or 0, full.accuracy_stderr or 0)
+    if abs(gap) <= 2 * noise:
+        return Text(f"{gap:+.3f}, noise")
+    return Text(f"{gap:+.3f} {'better' if gap > 0 else 'worse'}", style="green" if gap > 0 else "red")
+
+
+def _predicted(row: Row) -> str:
+    """Predicted bytes and how far the measured ones are from them."""
+    if not row.kv_predicted_bytes or row.kv_resident_bytes is None:
+        return _bytes(row.kv_predicted_bytes)
+    off = (row.kv_resident_bytes / row.kv_predicted_bytes - 1) * 100
+    return f"{_bytes(row.kv_predicted_bytes)} {'exact' if off == 0 else f'{off:+.1f} %'}"
+
+
+def _bandwidth(row: Row) -> str:
+    return f"{_number(row.achieved_gb_per_s)} of {_number(row.ceiling_gb_per_s)}"
+
+
+def _footer(row: Row) -> Text:
+    versions = ", ".join(f"{name} {version}" for name, version in row.versions.items())
+    where = [row.device_name, versions, f"commit {row.git_commit}" if row.git_commit else "", row.started_at]
+    text = Text(", ".join(part for part in where if part) + "\n", style="dim", overflow="fold")
+    text.append(_command(row.reproduce), style="not dim")
+    return text
+
+
+def _command(command: str) -> str:
+    """A shell command on lines that fit, continued with backslashes so that it can be pasted."""
+    lines = [""]
+    for word in shlex.split(command):
+        word = shlex.quote(word)
+        if lines[-1] and len(lines[-1]) + len(word) + 3 > WIDTH:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return "\n".join(lines)
+
+
+def _bytes(value: float | None) -> str:
+    if value is None:
+        return DASH
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def _ms(value: float | None) -> str:
+    return DASH if value is None else f"{value / 1000:.2f} s" if value >= 10_000 else f"{_number(value)} ms"
+
+
+def _percent(value: float | None) -> str:
+    return DASH if value is None else f"{value * 100:.1f} %"
+
+
+def _number(value: float | None) -> str:
+    """Three significant digits, no exponent for large values."""
+    if value is None:
+        return DASH
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
+
+
+def _plain(value) -> str:
+    return DASH if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _status_style(row: Row) -> str:
+    return "bold red" if row.status != "ok" else "yellow" if row.flags else "green"
+
+
+def _print(renderable, file: TextIO | None) -> None:
+    file = file or sys.stdout
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    with console.capture() as captured:
+        console.print(renderable, crop=False)
+    # a terminal that cannot show a character, or a reader that has gone, must not cost the row
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    with contextlib.suppress(BrokenPipeError):
+        file.write(captured.get().encode(encoding, "replace").decode(encoding))
+        file.flush()
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        print_card(Row.read(Path(name)))

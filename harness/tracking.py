@@ -1,0 +1,96 @@
+"""Weights & Biases: one run per cell, written from the finished row. The only module that knows W&B.
+
+row.json stays the truth: whatever happens here, the row is valid and the cell goes on. Offline unless an API key is
+there; upload later with `wandb sync outputs/<date>/<time>/wandb/offline-run-*`.
+"""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from harness.config import LoggerConf, cell_of
+from harness.results import Row
+
+
+def log_run(cfg: DictConfig, row: Row, samples: list[dict], out_dir: Path, conf: LoggerConf) -> None:
+    """Log one cell: config = the resolved cell, summary = all columns of the row, table = one line per sample.
+
+    Never raises, never prompts, prints nothing on stdout; a failure is one line on stderr.
+    """
+    if conf.name != "wandb":
+        return
+    try:
+        _log(cell_of(cfg), row, samples, out_dir, conf)
+    # a row must not be lost to its logger, whatever that raises
+    except Exception as err:
+        _warn(f"this cell is not in W&B, only in row.json: {err}")
+
+
+def run_id(row: Row) -> str:
+    """Config hash and start time, in characters that W&B allows: unique also offline and in a sweep."""
+    return f"{row.config_hash}-{re.sub('[^0-9A-Za-z]', '', row.started_at)}"[:64]
+
+
+def _log(cell: dict, row: Row, samples: list[dict], out_dir: Path, conf: LoggerConf) -> None:
+    # imported late: half a second that logger=none need not pay
+    import wandb
+
+    # the time-outs keep a server that is down from holding up the sweep; what was not sent stays in out_dir
+    wandb.setup(wandb.Settings(silent=True, console="off", x_disable_stats=True, init_timeout=30, finish_timeout=60))
+    options = {
+        "id": run_id(row),
+        "name": f"{row.method} {row.task} {row.context_len}",
+        "project": conf.project,
+        "group": conf.group or _sweep_name(),
+        "job_type": row.task,
+        # W&B takes tags of 1 to 64 characters
+        "tags": [tag[:64] for tag in dict.fromkeys([row.method, row.model, row.status, *row.flags]) if tag],
+        "config": cell,
+        "dir": str(out_dir),
+    }
+    try:
+        run = wandb.init(mode=_mode(wandb), **options)
+    except wandb.Error as err:
+        _warn(f"W&B does not accept this run, logging offline: {err}")
+        run = wandb.init(mode="offline", **options)
+    if not run.disabled and not Path(run.dir).resolve().is_relative_to(out_dir.resolve()):
+        _warn(f"{out_dir} cannot be written, W&B uses {run.dir}")
+    try:
+        run.summary.update(row.to_dict())
+        if samples:
+            columns = list(dict.fromkeys(key for sample in samples for key in sample))
+            lines = [[_plain(sample.get(key)) for key in columns] for sample in samples]
+            run.log({"samples": wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
+    finally:
+        run.finish(exit_code=0 if row.status == "ok" else 1)
+
+
+def _mode(wandb) -> str:
+    """WANDB_MODE or the user's W&B settings, but online only where a key is stored: W&B would ask for one."""
+    mode = wandb.setup().settings.mode
+    if mode == "online" and not wandb.login(prompt=False):
+        if os.environ.get("WANDB_MODE") == "online":
+            _warn("WANDB_MODE=online but there is no API key, logging offline: run `wandb login` first")
+        return "offline"
+    return mode
+
+
+def _sweep_name() -> str | None:
+    """The last two folders of the sweep, date and time by default; None in a single run."""
+    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
+        return None
+    return "_".join(Path(HydraConfig.get().sweep.dir).parts[-2:])[:128]
+
+
+def _plain(value):
+    return value if value is None or isinstance(value, str | int | float) else json.dumps(value, default=str)
+
+
+def _warn(message: str) -> None:
+    print("warning: " + " ".join(message.split())[:300], file=sys.stderr)

@@ -1,0 +1,3 @@
+from kernels.append.api import append
+
+__all__ = ["append"]

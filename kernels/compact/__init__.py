@@ -1,0 +1,3 @@
+from kernels.compact.api import compact
+
+__all__ = ["compact"]

@@ -1,0 +1,3 @@
+from kernels.select.api import select
+
+__all__ = ["select"]

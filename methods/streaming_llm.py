@@ -1,0 +1,104 @@
+"""streaming_llm: attention sinks plus a window, keys at cache positions (StreamingLLM, arXiv 2309.17453).
+
+The paper rotates every key by its place in the cache. The window's keys keep their true relative distances that way, so only
+the sinks differ: each step they are rotated again, from an unrotated fp32 copy, to the distance they have inside the cache.
+This file is the mode after a dense prefill; true streaming (eviction between chunks of the prompt) needs chunked prefill.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from methods.base import Budgeted, KVLayer, Plan, Spec
+from methods.window import store_ring
+
+
+@dataclass
+class StreamingLLM(Budgeted):
+    """`num_sinks` first tokens (paper: 4) and a ring of the rest of the budget."""
+
+    num_sinks: int = 4
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_sinks < 1:
+            raise ValueError(f"num_sinks={self.num_sinks} must be at least 1; without sinks use method=window")
+
+    def plan(self, spec: Spec) -> Plan:
+        copies = spec.batch_size * spec.num_layers * spec.num_kv_heads * self.num_sinks * spec.head_dim * 4
+        kept = self.solve(spec, minimum=self.num_sinks + 1, why=f"{self.num_sinks} sinks and one token", fixed=copies)
+        return self.plan_slots(spec, kept, grows=False, extra={"sink_copies": copies} if kept < spec.context_len else None)
+
+    def make_layer(self, layer_idx: int) -> KVLayer:
+        return KVLayer(self, layer_idx) if self.planned.noop else StreamingLayer(self, layer_idx)
+
+    def slot_of(self, seen: Tensor) -> Tensor:
+        ring = self.planned.num_slots - self.num_sinks
+        return torch.where(seen < self.num_sinks, seen, self.num_sinks + (seen - self.num_sinks) % ring)
+
+    def positions(self, seen: Tensor) -> Tensor:
+        slots = torch.arange(self.planned.num_slots, device=seen.device)
+        newest = seen[:, None] - 1
+        held = newest - (newest - slots) % (self.planned.num_slots - self.num_sinks)
+        held = torch.where(slots < self.num_sinks, slots, held)
+        # a ring slot not reached yet would name a sink's position
+        return torch.where((held <= newest) & ((slots < self.num_sinks) | (held >= self.num_sinks)), held, -1)
+
+    def begin_step(self, seen: Tensor) -> None:
+        super().begin_step(seen)
+        if self.planned.noop:
+            return
+        sinks = torch.arange(self.num_sinks, device=seen.device)
+        # the query stands at cache position min(seen, C - 1): sink i is that many places minus i behind it
+        shift = seen - seen.clamp(max=self.planned.num_slots - 1)
+        self.step["sink_cos"], self.step["sink_sin"] = self.rotary(shift[:, None] + sinks)  # [B, 1, S, D]
+        self.step["cos"], self.step["sin"] = self.rotary(seen[:, None])  # [B, 1, 1, D]
+        self.step["is_sink"] = (sinks == seen[:, None])[:, None, :, None]  # [B, 1, S, 1]
+
+    def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [B, 1, N, D] at positions [B, N]."""
+        cos, sin = self.spec.rotary(positions)
+        return cos[:, None], sin[:, None]
+
+
+class StreamingLayer(KVLayer):
+    def __init__(self, method: StreamingLLM, layer_idx: int):
+        super().__init__(method, layer_idx)
+        spec = method.spec
+        shape = (spec.batch_size, spec.num_kv_heads, method.num_sinks, spec.head_dim)
+        self.unrotated = torch.zeros(shape, dtype=torch.float32, device=spec.device)
+
+    def keep(self, q: Tensor, k: Tensor, v: Tensor, seq: int) -> None:
+        sinks, num_slots = self.method.num_sinks, self.method.planned.num_slots
+        self.slots.store(seq, 0, k[:, :, :sinks], v[:, :, :sinks])
+        store_ring(self.slots, seq, sinks, num_slots - sinks, k[:, :, sinks:], v[:, :, sinks:])
+        first = k[:, :, :sinks]
+        cos, sin = self.method.rotary(torch.arange(first.shape[2], device=k.device)[None])
+        self.unrotated[seq, :, : first.shape[2]] = unrotate(first.float(), cos, sin)[0]
+
+    def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        step = self.method.step
+        # a prompt shorter than the sinks gets its missing sinks while it decodes
+        fresh = unrotate(k.float(), step["cos"], step["sin"])
+        self.unrotated.copy_(torch.where(step["is_sink"], fresh, self.unrotated))
+        self.slots.overwrite_keys(0, rotate(self.unrotated, step["sink_cos"], step["sink_sin"]).to(k.dtype))
+        return super().decode(q, k, v)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        return self.slots.tensors() | {"sink_copies": [self.unrotated]}
+
+
+def half_turned(x: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return torch.cat([-right, left], dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE in the half-split layout of Llama, Qwen and Mistral; x [B, H, N, D]."""
+    return x * cos + half_turned(x) * sin
+
+
+def unrotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Inverse of rotate, also where cos and sin carry an attention scaling."""
+    return (x * cos - half_turned(x) * sin) / (cos * cos + sin * sin)

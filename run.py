@@ -1,0 +1,42 @@
+"""KVGauge: what a KV-cache method really costs and saves.
+
+python run.py method=sparda sparsity=0.8                  one cell; the last line of stdout is its row as JSON
+python run.py -m method=full,window shape=smoke           a sweep; the last line counts the rows by status
+python run.py --help                                      all groups and values
+"""
+
+import os
+import sys
+import traceback
+
+import hydra
+from omegaconf import DictConfig
+
+from harness.config import ConfigError, preflight
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    from harness import sweep
+
+    sweep.run_job(cfg)
+
+
+def cli(argv: list[str]) -> int:
+    """Run and return the exit code: 0 fine, 1 a cell failed, 2 a mistake in the arguments."""
+    try:
+        preflight(argv)
+    except ConfigError as err:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            traceback.print_exc()
+        print(f"error: {err}", file=sys.stderr)
+        return 2
+    main()
+    # imported late: a mistake is reported before the engine is loaded
+    from harness import sweep
+
+    return sweep.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(cli(sys.argv[1:]))

@@ -1,0 +1,135 @@
+"""Bytes: what is held equals the formula, stays under the budget, and nothing can hide from the ledger."""
+
+import pytest
+import torch
+
+from harness import hf
+from harness.engine import Engine
+from harness.ledger import measure
+from methods.full import Full
+from methods.int8 import Int8
+from methods.sparda import SparDA
+from methods.streaming_llm import StreamingLLM
+from methods.window import Window
+
+LAYERS, KV_HEADS, DIM = 3, 2, 16
+BUDGETED = {
+    "window": lambda **knobs: Window(**knobs),
+    "streaming_llm": lambda **knobs: StreamingLLM(**knobs),
+    "sparda": lambda **knobs: SparDA(predict_layers=[1], window=4, **knobs),
+}
+
+
+def built(tiny_llama, method, batch=2, length=200, new=24):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    engine = Engine(model, method, batch_size=batch, max_prompt_len=length, max_new_tokens=new)
+    engine.prefill(torch.randint(0, 512, (batch, length)))
+    return engine
+
+
+def test_full_is_the_formula(tiny_llama):
+    ledger = built(tiny_llama, Full()).ledger()
+    assert ledger.kinds == {"kv": 2 * LAYERS * 2 * KV_HEADS * 200 * DIM * 4, "headroom": 2 * LAYERS * 2 * KV_HEADS * 24 * DIM * 4}
+
+
+def test_int8_is_the_formula(tiny_llama):
+    ledger = built(tiny_llama, Int8()).ledger()
+    rows = 2 * LAYERS * 2 * KV_HEADS * 200
+    assert (ledger.kinds["kv"], ledger.kinds["scales"]) == (rows * DIM, rows * 4)
+
+
+@pytest.mark.parametrize("kv_dtype", ("auto", "int8"))
+@pytest.mark.parametrize("sparsity", (0.0, 0.1, 0.5, 0.8, 0.9))
+@pytest.mark.parametrize("name", BUDGETED)
+def test_budget_is_met_and_predicted(tiny_llama, name, sparsity, kv_dtype):
+    engine = built(tiny_llama, BUDGETED[name](sparsity=sparsity, kv_dtype=kv_dtype))
+    method, ledger = engine.method, engine.ledger()
+    full = engine.spec.full_bytes(method.stored_dtype(engine.spec))
+    assert ledger.resident_bytes == method.planned.resident_bytes
+    assert {kind: size for kind, size in ledger.kinds.items() if kind != "headroom"} == method.planned.ledger
+    assert ledger.resident_bytes <= (1 - sparsity) * full + 1e-6
+    # and the budget is used: less than one slot of all layers and sequences is left over
+    slot = 2 * (LAYERS * engine.spec.slot_bytes(method.stored_dtype(engine.spec)) + 4)
+    assert ledger.resident_bytes > (1 - sparsity) * full - slot
+
+
+@pytest.mark.parametrize("name", BUDGETED)
+def test_kv_budget_is_a_share_of_the_bf16_cache(tiny_llama, name):
+    for kv_dtype in ("auto", "int8"):
+        engine = built(tiny_llama, BUDGETED[name](kv_budget=0.3, kv_dtype=kv_dtype))
+        budget = 0.3 * 2 * LAYERS * 2 * KV_HEADS * 200 * DIM * 2
+        assert 0.9 * budget < engine.ledger().resident_bytes <= budget + 1e-6
+
+
+@pytest.mark.parametrize("name", ("window", "streaming_llm"))
+def test_overwriting_methods_hold_constant_memory(tiny_llama, name):
+    engine = built(tiny_llama, BUDGETED[name](sparsity=0.8), new=90)
+    before = engine.ledger()
+    pointers = [t.data_ptr() for layer in engine.method.layers for ts in layer.tensors().values() for t in ts]
+    engine.decode(90)
+    assert engine.ledger().resident_bytes == before.resident_bytes
+    assert pointers == [t.data_ptr() for layer in engine.method.layers for ts in layer.tensors().values() for t in ts]
+
+
+class Hoarder(Window):
+    """Broken on purpose: keeps the dense prompt beside its window, undeclared."""
+
+    def make_layer(self, layer_idx):
+        layer = super().make_layer(layer_idx)
+        keep = layer.keep
+
+        def hoard(q, k, v, seq):
+            layer.secret = {"deep": [k.clone()]}
+            keep(q, k, v, seq)
+
+        layer.keep = hoard
+        return layer
+
+
+class Slicer(Window):
+    """Broken on purpose: its slots are a view of a storage as large as the full cache."""
+
+    def make_layer(self, layer_idx):
+        layer = super().make_layer(layer_idx)
+        size = self.planned.num_slots
+        layer.slots.k = torch.zeros(2, KV_HEADS, 200, DIM)[:, :, :size]
+        return layer
+
+
+@pytest.mark.parametrize("broken", (Hoarder, Slicer))
+def test_hidden_memory_shows(tiny_llama, broken):
+    engine = built(tiny_llama, broken(sparsity=0.8))
+    ledger = engine.ledger()
+    assert ledger.resident_bytes > 1.5 * engine.method.planned.resident_bytes
+    assert ledger.resident_bytes > engine.method.budget_bytes(engine.spec)
+
+
+def test_sparda_frees_the_waiting_layers(tiny_llama):
+    engine = built(tiny_llama, SparDA(sparsity=0.5, predict_layers=[2], window=4))
+    assert engine.method.waiting == [] and engine.method.scores == []
+    assert "undeclared" not in measure(engine.method).kinds
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    (
+        (SparDA(sparsity=0.99, predict_layers=[1]), "leaves 1 slots of 200, fewer than the 37 that hold 4 sinks, 32 recent"),
+        (StreamingLLM(sparsity=0.99), "fewer than the 5 that hold 4 sinks and one token; largest sparsity here: 0.9"),
+        (Window(kv_budget=0.001), "kv_budget=0.001 leaves 0 slots"),
+        (SparDA(predict_layers=[3, 9]), "names a layer that the model lacks; it has layers 0 to 2, try method.predict_layers="),
+    ),
+    ids=("sparda", "streaming_llm", "kv_budget", "layers"),
+)
+def test_impossible_budgets_are_refused(tiny_llama, method, message):
+    with pytest.raises(ValueError, match="leaves|names") as caught:
+        built(tiny_llama, method)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "minimum"), (("window", 1), ("streaming_llm", 5), ("sparda", 9)))
+def test_the_named_largest_sparsity_works(tiny_llama, name, minimum):
+    spec = hf.make_spec(tiny_llama(), batch_size=2, context_len=200, max_new_tokens=4, impl="reference")
+    with pytest.raises(ValueError, match="largest sparsity here: ") as caught:
+        BUDGETED[name](sparsity=0.998).plan(spec)
+    limit = float(str(caught.value).rpartition(" ")[2])
+    assert BUDGETED[name](sparsity=limit).plan(spec).kept >= minimum
