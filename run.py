@@ -12,10 +12,10 @@ import traceback
 import hydra
 from omegaconf import DictConfig
 
-from harness.config import ConfigError, preflight
+from harness.config import CONF, ConfigError, preflight
 
 
-@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> None:
     from harness import sweep
 

@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STORE = Path("outputs/rows")  # finished rows by config hash, below the folder that run.py is started in
 MIN_DECODE_TOKENS = 128  # fewer cannot give a time per token
 WARM_UP_STEPS = 8
+NOISY = 3  # p95 over median of the step times above which something else had the machine
 DONE = object()
 # what can change a measured value; the card, W&B and the command line cannot
 MEASURING_CODE = ("harness/cell.py", "harness/engine.py", "harness/hf.py", "harness/ledger.py", "harness/models.py")
@@ -53,17 +54,19 @@ def check(cfg: DictConfig) -> None:
     dtype = models.pick_dtype(conf.model.dtype, device.type)
     shape = conf.shape
     limit = getattr(config, "max_position_embeddings", None)
-    total = shape.context_len + shape.num_new_tokens
-    if limit and total > limit:
+    name, new = "shape.num_new_tokens", shape.num_new_tokens
+    if conf.task.mode == "score":
+        name, new = "task.num_scored", conf.task.num_scored
+    if limit and shape.context_len + new > limit:
         raise ValueError(
-            f"shape.context_len={shape.context_len} + shape.num_new_tokens={shape.num_new_tokens} is {total} tokens, "
-            f"the model allows {limit}; longest here: shape.context_len={max(limit - shape.num_new_tokens, 0)}"
+            f"shape.context_len={shape.context_len} + {name}={new} is {shape.context_len + new} tokens, the model allows "
+            f"{limit}; longest here: shape.context_len={max(limit - new, 0)}"
         )
     spec = hf.spec_of_config(
         config,
         batch_size=shape.batch_size,
         context_len=shape.context_len,
-        max_new_tokens=shape.num_new_tokens,
+        max_new_tokens=new,
         dtype=dtype,
         device=device,
     )
@@ -100,9 +103,14 @@ def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
             full_cfg = full_cell(cfg)
             full = Side(full_cfg, loaded, peak_load, f"{reproduce} method=full")
             if stored := find_row(full.row) if full.task.mode != "score" else None:
-                full.row, note = stored, f"full: reused from {STORE / (stored.config_hash + '.json')}, {stored.started_at}"
+                full.row, note = (
+                    stored,
+                    f"full: reused from {STORE / (stored.config_hash + '.json')}, {stored.started_at}",
+                )
         sides = [side] if full is None or note else [full, side]
         measure(sides, progress)
+        if note:
+            side.row.flags.append("not_interleaved")
     if full and full.row.accuracy is not None and full.row.accuracy < full.task.floor:
         side.row.flags.append("baseline_broken")
     for finished in sides:
@@ -252,7 +260,9 @@ class Side:
         self.batches = [filled[i : i + size] for i in range(0, len(filled), size)]
         self.num_rounds = max(len(self.batches), self.shape.repeats)
         longest_forced = max(len(sample.forced_ids) for sample in drawn)
-        answer = 0 if self.task.mode == "score" else max(self.shape.num_new_tokens, *(s.max_answer_tokens for s in drawn))
+        answer = (
+            0 if self.task.mode == "score" else max(self.shape.num_new_tokens, *(s.max_answer_tokens for s in drawn))
+        )
         self.max_new_tokens = longest_forced + answer
 
     def build(self) -> Engine:
@@ -325,7 +335,9 @@ class Side:
             if not all(math.isfinite(value) for value in line[:length]):
                 raise NonFinite(f"{self.name}: a log-probability is not finite")
             self.logprobs += line[:length]
-            self.samples.append({"id": sample.id, "nll_nats": -sum(line[:length]) / length, "num_tokens": length} | sample.meta)
+            self.samples.append(
+                {"id": sample.id, "nll_nats": -sum(line[:length]) / length, "num_tokens": length} | sample.meta
+            )
 
     def keep_answers(self, batch: list[Sample], tokens: list[list[int]], forced_lens: list[int]) -> None:
         for sample, line, start in zip(batch, tokens, forced_lens, strict=False):
@@ -352,6 +364,8 @@ class Side:
         row.achieved_gb_per_s = row.ceiling_gb_per_s / row.bound_ratio
         if len(self.step_ms) / row.num_repeats < MIN_DECODE_TOKENS:
             row.flags.append("short_decode")
+        if row.tpot_ms_p95 > NOISY * row.tpot_ms_p50:
+            row.flags.append("noisy")
         if self.scores:
             row.accuracy, row.num_samples = statistics.fmean(self.scores), len(self.scores)
             row.output_len_mean = statistics.fmean(self.output_lens)
@@ -361,7 +375,10 @@ class Side:
             row.perplexity = float(torch.tensor(self.logprobs, dtype=torch.float64).mean().neg().exp())
             row.num_samples = len(self.samples)
         if self.kl:
-            row.top1_agreement, row.kl_nats = float(torch.stack(self.agreement).mean()), float(torch.stack(self.kl).mean())
+            row.top1_agreement, row.kl_nats = (
+                float(torch.stack(self.agreement).mean()),
+                float(torch.stack(self.kl).mean()),
+            )
         row.status = "ok"
 
     def save(self, out_dir: Path | None) -> None:

@@ -79,7 +79,11 @@ class Engine:
         return self.logits
 
     def decode(
-        self, num_tokens: int, clock: Clock | None = None, forced: Tensor | None = None, forced_lens: list[int] | None = None
+        self,
+        num_tokens: int,
+        clock: Clock | None = None,
+        forced: Tensor | None = None,
+        forced_lens: list[int] | None = None,
     ) -> Tensor:
         """Greedy tokens [B, num_tokens]; end-of-sequence is not a stop.
 

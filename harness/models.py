@@ -360,7 +360,7 @@ def _fetch(work: Path) -> tuple[str, Path, dict[str, str], str]:
 
 @functools.cache
 def _ask_hub(repo_id: str) -> str | None:
-    """Newest commit of a repository, or None when the hub is off limits, does not answer in time or does not know it."""
+    """Newest commit of a repository, or None when the hub is off limits, too slow or does not know it."""
     import huggingface_hub
     from huggingface_hub import constants
 

@@ -9,7 +9,8 @@ distractors: the hard case).
 The prompt is raw text that ends in the beginning of the answer, with a BOS only where the tokenizer itself sets one.
 Measured on smollm2-135m-32k (full cache, fp32, greedy, seed 0), right of 8 at 1k and at 2k tokens: raw 8 and 8, with
 <|endoftext|> in front 8 and 8, with <|im_start|> in front 8 and 8, chat template 0 and 0 (it repeats the sentence and
-runs out of 16 tokens), chat template with the beginning of the answer 8 and 8; raw with haystack=facts 8 at 1k.
+runs out of 16 tokens), chat template with the beginning of the answer 8 and 8. Raw with haystack=facts: 8 and 8; with
+num_facts=4 (seed 1): 8 at 1k.
 """
 
 import random

@@ -5,7 +5,9 @@ python -m harness.report.card outputs/<date>/<time>/row.json
 """
 
 import contextlib
+import io
 import shlex
+import shutil
 import sys
 from math import hypot
 from pathlib import Path
@@ -57,11 +59,11 @@ def card(row: Row, full: Row | None = None, full_note: str | None = None) -> Gro
     """
     parts = [_header(row, full)]
     numbers = Table(box=SIMPLE_HEAD, width=WIDTH, padding=(0, 1), pad_edge=False)
-    numbers.add_column("", ratio=25)
-    numbers.add_column(Text(row.method), justify="right", ratio=16, overflow="fold")
+    numbers.add_column()
+    numbers.add_column(Text(row.method), justify="right", min_width=16, overflow="fold")
     if full:
-        numbers.add_column(Text("full"), justify="right", ratio=16, overflow="fold")
-        numbers.add_column(Text("against full"), justify="right", ratio=15)
+        numbers.add_column(Text("full"), justify="right", min_width=16, overflow="fold")
+        numbers.add_column(Text("against full"), justify="right", min_width=14)
     for label, value, shown, words in _lines(row, full):
         cells = [Text(label), Text(shown(row), style="bold")]
         if full:
@@ -76,7 +78,9 @@ def card(row: Row, full: Row | None = None, full_note: str | None = None) -> Gro
     numbers.add_row(*samples)
     parts.append(numbers)
     if full_note:
-        parts.append(Text(full_note, overflow="fold"))
+        parts.append(
+            Text(f"{full_note}: its times are from then, another load of the machine changes them", overflow="fold")
+        )
     parts.append(_footer(row))
     return Group(*parts)
 
@@ -263,14 +267,15 @@ def _status_style(row: Row) -> str:
 
 def _print(renderable, file: TextIO | None) -> None:
     file = file or sys.stdout
-    console = Console(file=file, highlight=False, markup=False, emoji=False)
-    console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    with console.capture() as captured:
-        console.print(renderable, crop=False)
-    # a terminal that cannot show a character, or a reader that has gone, must not cost the row
+    # drawn into memory first: a terminal that cannot show a character, or a reader that has gone, must not cost the row
     encoding = getattr(file, "encoding", None) or "utf-8"
+    drawn = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace", newline="")
+    width = min(shutil.get_terminal_size().columns, WIDTH) if file.isatty() else WIDTH
+    console = Console(file=drawn, force_terminal=file.isatty() or None, width=width, highlight=False, markup=False)
+    console.print(renderable, crop=False)
+    drawn.flush()
     with contextlib.suppress(BrokenPipeError):
-        file.write(captured.get().encode(encoding, "replace").decode(encoding))
+        file.write(drawn.buffer.getvalue().decode(encoding))
         file.flush()
 
 

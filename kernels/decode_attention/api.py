@@ -19,7 +19,9 @@ def decode_attention(
         out [B, Hq, D] in q's dtype and lse [B, Hq] fp32 (natural logarithm).
     """
     if q.dim() != 3 or k.dim() != 4 or k.shape != v.shape:
-        raise ValueError(f"decode_attention wants q [B, Hq, D] and k, v [B, Hkv, C, D], got {q.shape}, {k.shape}, {v.shape}")
+        raise ValueError(
+            f"decode_attention wants q [B, Hq, D] and k, v [B, Hkv, C, D], got {q.shape}, {k.shape}, {v.shape}"
+        )
     if q.shape[1] % k.shape[1] or q.shape[2] != k.shape[3] or q.shape[0] != k.shape[0]:
         raise ValueError(f"decode_attention: q {tuple(q.shape)} does not fit k {tuple(k.shape)}")
     match impl:

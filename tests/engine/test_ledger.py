@@ -29,7 +29,10 @@ def built(tiny_llama, method, batch=2, length=200, new=24):
 
 def test_full_is_the_formula(tiny_llama):
     ledger = built(tiny_llama, Full()).ledger()
-    assert ledger.kinds == {"kv": 2 * LAYERS * 2 * KV_HEADS * 200 * DIM * 4, "headroom": 2 * LAYERS * 2 * KV_HEADS * 24 * DIM * 4}
+    assert ledger.kinds == {
+        "kv": 2 * LAYERS * 2 * KV_HEADS * 200 * DIM * 4,
+        "headroom": 2 * LAYERS * 2 * KV_HEADS * 24 * DIM * 4,
+    }
 
 
 def test_int8_is_the_formula(tiny_llama):
@@ -113,10 +116,16 @@ def test_sparda_frees_the_waiting_layers(tiny_llama):
 @pytest.mark.parametrize(
     ("method", "message"),
     (
-        (SparDA(sparsity=0.99, predict_layers=[1]), "leaves 1 slots of 200, fewer than the 37 that hold 4 sinks, 32 recent"),
+        (
+            SparDA(sparsity=0.99, predict_layers=[1]),
+            "leaves 1 slots of 200, fewer than the 37 that hold 4 sinks, 32 recent",
+        ),
         (StreamingLLM(sparsity=0.99), "fewer than the 5 that hold 4 sinks and one token; largest sparsity here: 0.9"),
         (Window(kv_budget=0.001), "kv_budget=0.001 leaves 0 slots"),
-        (SparDA(predict_layers=[3, 9]), "names a layer that the model lacks; it has layers 0 to 2, try method.predict_layers="),
+        (
+            SparDA(predict_layers=[3, 9]),
+            "names a layer that the model lacks; it has layers 0 to 2, try method.predict_layers=",
+        ),
     ),
     ids=("sparda", "streaming_llm", "kv_budget", "layers"),
 )

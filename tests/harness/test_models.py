@@ -101,6 +101,7 @@ def one_line(error) -> str:
 # the conversion
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 @torch.no_grad()
 def test_converted_model_equals_unmerged_peft_at_the_new_rope_base(tiny_source, tiny_base, tiny_adapter):
     from peft import PeftModel
