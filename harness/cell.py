@@ -1,7 +1,7 @@
-"""Runs one cell: warm-up, then accuracy, latency and memory from the same prefills and the same decoded tokens, `full` beside it.
+"""Runs one cell: warm-up, then accuracy, latency and memory from the same prefills and decoded tokens, `full` beside it.
 
-Each side (full and the method) is warmed up alone, which also gives its memory peaks; after that the two take turns, batch by batch,
-so that a drifting clock hits both. A side that fails keeps its own typed row, the other goes on.
+Each side (full and the method) is warmed up alone, which also gives its memory peaks; after that the two take turns, batch by
+batch, so that a drifting clock hits both. A side that fails keeps its own typed row, the other goes on.
 """
 
 import hashlib
@@ -205,13 +205,15 @@ class Side:
             self.fail("nan", err)
         except ValueError as err:
             self.fail("invalid", err)
-        except (RuntimeError, MemoryError) as err:
+        # whatever one side raises, the other side and the row's file must survive it
+        except Exception as err:
             out_of_memory = isinstance(err, MemoryError) or "can't allocate memory" in str(err)
             self.fail(f"oom_{self.phase}" if out_of_memory else "failed", err)
         return False
 
     def fail(self, status: str, err: Exception) -> None:
-        self.row.status, self.row.error = status, " ".join(str(err).split())[:500]
+        text = str(err) if isinstance(err, RuntimeError | ValueError) else repr(err)
+        self.row.status, self.row.error = status, " ".join(text.split())[:500]
         self.traceback = traceback.format_exc()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -240,7 +242,8 @@ class Side:
                 row.flags.append("noop")
             elif ledger.resident_bytes > self.method.budget_bytes(spec):
                 raise RuntimeError(
-                    f"{self.name} holds {ledger.resident_bytes} bytes after prefill, its budget is {self.method.budget_bytes(spec)}"
+                    f"{self.name} holds {ledger.resident_bytes} bytes after prefill, "
+                    f"its budget is {self.method.budget_bytes(spec)}"
                 )
         self.phase = "decode"
         timing.reset_peak(self.device)
@@ -252,7 +255,7 @@ class Side:
         row.decode_impl, row.kernel_impl = "eager", self.impl
 
     def prepare(self) -> None:
-        """Draw the samples and group them into batches; the last batch is filled up with earlier samples that are not scored."""
+        """Draw the samples and group them into batches; the last batch is filled up with earlier ones, unscored."""
         drawn = self.task.samples(self.tokenizer, self.shape.context_len, self.seed)
         size = self.shape.batch_size
         filled = drawn + [drawn[i % len(drawn)] for i in range(-len(drawn) % size)]
@@ -260,9 +263,7 @@ class Side:
         self.batches = [filled[i : i + size] for i in range(0, len(filled), size)]
         self.num_rounds = max(len(self.batches), self.shape.repeats)
         longest_forced = max(len(sample.forced_ids) for sample in drawn)
-        answer = (
-            0 if self.task.mode == "score" else max(self.shape.num_new_tokens, *(s.max_answer_tokens for s in drawn))
-        )
+        answer = 0 if self.task.mode == "score" else max(self.shape.num_new_tokens, *(s.max_answer_tokens for s in drawn))
         self.max_new_tokens = longest_forced + answer
 
     def build(self) -> Engine:
@@ -335,9 +336,7 @@ class Side:
             if not all(math.isfinite(value) for value in line[:length]):
                 raise NonFinite(f"{self.name}: a log-probability is not finite")
             self.logprobs += line[:length]
-            self.samples.append(
-                {"id": sample.id, "nll_nats": -sum(line[:length]) / length, "num_tokens": length} | sample.meta
-            )
+            self.samples.append({"id": sample.id, "nll_nats": -sum(line[:length]) / length, "num_tokens": length} | sample.meta)
 
     def keep_answers(self, batch: list[Sample], tokens: list[list[int]], forced_lens: list[int]) -> None:
         for sample, line, start in zip(batch, tokens, forced_lens, strict=False):

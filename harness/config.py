@@ -291,9 +291,7 @@ def _flags(argv: list[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(argv)
     if unknown and unknown[0].startswith("-"):
         word = unknown[0].lstrip("-")
-        raise ConfigError(
-            f"unknown option {unknown[0]}: values are given without dashes, as in {word.split('=')[0]}=..."
-        )
+        raise ConfigError(f"unknown option {unknown[0]}: values are given without dashes, as in {word.split('=')[0]}=...")
     if unknown:
         raise ConfigError(f"flags such as -m stand before or after all overrides, not between them: move {unknown[0]}")
     for name in ("config_path", "config_name", "config_dir"):
@@ -423,9 +421,7 @@ def _explain(err: Exception, overrides: list[Override]) -> str:
     for item in overrides:
         if item.key_or_group == key.partition("[")[0]:
             wanted = next((plain for hint, plain in EXPECTED.items() if hint in what), None)
-            return (
-                f"{item.input_line} has the wrong type: expected {wanted}" if wanted else f"{item.input_line}: {what}"
-            )
+            return f"{item.input_line} has the wrong type: expected {wanted}" if wanted else f"{item.input_line}: {what}"
     return f"{key}: {what}"
 
 

@@ -1,7 +1,7 @@
 """All that depends on the transformers version: the attention function, the cache object, and what a model's shapes are.
 
-The model stays the Hugging Face module. Its attention calls `cache.update(k, v)` and then our attention function with the returned
-key; the key carries the KVLayer it belongs to, so no global state and no patched module stands between the two.
+The model stays the Hugging Face module. Its attention calls `cache.update(k, v)` and then our attention function with the
+returned key; the key carries the KVLayer it belongs to, so no global state and no patched module stands between the two.
 """
 
 from collections.abc import Iterator
@@ -60,9 +60,7 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention function registered as "kvgauge": q [B, Hq, T, D], k, v [B, Hkv, T, D] -> [B, T, Hq, D]."""
     if extra := [name for name in UNSUPPORTED_KWARGS if kwargs.get(name) is not None]:
-        raise ValueError(
-            f"{type(module).__name__} uses {', '.join(extra)} in its attention, which is not supported yet"
-        )
+        raise ValueError(f"{type(module).__name__} uses {', '.join(extra)} in its attention, which is not supported yet")
     out = key.kv_layer.attend(query, key, value)
     return out.transpose(1, 2).contiguous(), None
 

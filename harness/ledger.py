@@ -72,8 +72,6 @@ def held_storages(root) -> dict[int, int]:
             stack.extend(item.values())
         elif isinstance(item, list | tuple | set | frozenset):
             stack.extend(item)
-        elif hasattr(item, "__dict__") and not isinstance(
-            item, type | types.FunctionType | types.ModuleType | torch.nn.Module
-        ):
+        elif hasattr(item, "__dict__") and not isinstance(item, type | types.FunctionType | types.ModuleType | torch.nn.Module):
             stack.extend(vars(item).values())
     return {pointer: size for pointer, size in storages.items() if size}

@@ -35,9 +35,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 ADAPTER = Path(__file__).parents[1] / "assets" / NAME
 ADAPTER_SHA256 = "7acb6f12b1ce552aaec90021c6ef2678ed79bba53c4e9628af5e2498a874f7d8"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-SUPPORTED = (
-    "decoders with rotary positions and full attention in every layer: Llama, Qwen2, Qwen3, Mistral without window"
-)
+SUPPORTED = "decoders with rotary positions and full attention in every layer: Llama, Qwen2, Qwen3, Mistral without window"
 WAY_OUT = f"model={NAME} or model=dummy always works"
 HUB_SECONDS = 5
 STALE_SECONDS = 3600
@@ -110,9 +108,7 @@ def read_config(conf: ModelConf):
     """Checked Hugging Face config without weights; the default model's is known without any download."""
     _quiet()
     if conf.path and conf.config:
-        raise ValueError(
-            "model.path and model.config exclude each other: give a path, or model=dummy for random weights"
-        )
+        raise ValueError("model.path and model.config exclude each other: give a path, or model=dummy for random weights")
     if conf.path:
         with _path_errors(conf.path):
             from transformers import AutoConfig
@@ -123,9 +119,7 @@ def read_config(conf: ModelConf):
     elif conf.name == NAME:
         config = _smollm2_config()
     else:
-        raise ValueError(
-            f"model.name={conf.name} has no weights of its own: give model.path=<hub id or folder>; {WAY_OUT}"
-        )
+        raise ValueError(f"model.name={conf.name} has no weights of its own: give model.path=<hub id or folder>; {WAY_OUT}")
     check_supported(config)
     return config
 
@@ -344,8 +338,7 @@ def smollm2_folder() -> tuple[Path, str]:
         return finished[kind], _source_of(finished[kind])
     except (OSError, SafetensorError) as err:
         raise ValueError(
-            f"cannot prepare {NAME} in {cache_dir()} ({_one_line(err)}): "
-            "it needs 1.3 GB there, KVGAUGE_CACHE=<folder> moves it"
+            f"cannot prepare {NAME} in {cache_dir()} ({_one_line(err)}): it needs 1.3 GB there, KVGAUGE_CACHE=<folder> moves it"
         ) from err
 
 

@@ -1,6 +1,6 @@
 """One cell gives one row: the columns of every table, file and dashboard are the fields below.
 
-Units stand in the names. A value that is not known is `None` (JSON null), never NaN or infinity, so that the file stays valid JSON.
+Units stand in the names. A value that is not known is `None` (JSON null), never NaN or infinity: the file stays valid JSON.
 """
 
 import dataclasses

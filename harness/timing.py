@@ -1,4 +1,4 @@
-"""Clocks, memory peaks and the device's copy bandwidth: CUDA events on a GPU, wall clock on a CPU. No clock adds a sync to a step."""
+"""Clocks, memory peaks and copy bandwidth of a device: CUDA events on a GPU, wall clock on a CPU. No clock syncs in a step."""
 
 import functools
 import statistics

@@ -124,7 +124,7 @@ class Method:
         """All layers of sequence `seq` have been prefilled."""
 
     def begin_step(self, seen: Tensor) -> None:
-        """What all layers of this step need, from tokens seen [B], on the device: where the new token goes, how many slots count."""
+        """What all layers of a step need, from tokens seen [B], on the device: slot of the new token, how many slots count."""
         self.step = {"slot": self.slot_of(seen), "lengths": (seen + 1).clamp(max=self.planned.num_slots)}
 
     def slot_of(self, seen: Tensor) -> Tensor:

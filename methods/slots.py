@@ -1,4 +1,4 @@
-"""Slots: the physical memory of one layer's cache, in one of the kv_dtypes. Allocated once; rows are overwritten, memory never moves.
+"""Slots: the physical memory of one layer's cache, in one of the kv_dtypes. Allocated once, then only rows are overwritten.
 
 Every method stores through this module, so that kv_dtype is orthogonal to the method.
 """

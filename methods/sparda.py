@@ -4,8 +4,8 @@ While the prompt is prefilled, the predictor layers score every key by the atten
 heads are reduced, scores max-pooled over neighbours, layers fused. Sinks, a recent window and the top of the rest form one
 index for all heads and layers. Layers up to the last predictor wait dense until the index is known; later layers never do.
 
-The name also belongs to another paper (SparDA, arXiv 2606.04511): it trains a forecast projection that picks blocks for the next
-layer at each step and keeps all KV in host memory. This is not that method, and none of its numbers belong beside these.
+The name also belongs to another paper (SparDA, arXiv 2606.04511): it trains a forecast projection that picks blocks for the
+next layer at each step and keeps all KV in host memory. This is not that method, and none of its numbers belong beside these.
 """
 
 from dataclasses import dataclass, field

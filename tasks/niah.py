@@ -172,9 +172,7 @@ def _pairs(rng: random.Random) -> Iterator[tuple[str, str]]:
         yield key, value
 
 
-def _insert(
-    facts: list[list[int]], depths: list[float], haystack: list[int], breaks: list[int]
-) -> tuple[list[int], int]:
+def _insert(facts: list[list[int]], depths: list[float], haystack: list[int], breaks: list[int]) -> tuple[list[int], int]:
     """Put each fact at the break of `haystack` nearest to its depth; return (body, start of the first fact)."""
     targets = [depth * len(haystack) for depth in depths]
     places = [min(breaks, key=lambda place: abs(place - target), default=round(target)) for target in targets]

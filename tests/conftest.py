@@ -14,7 +14,8 @@ import pytest  # noqa: E402
 
 from harness.models import Loaded, ModelConf, load  # noqa: E402
 
-torch.set_num_threads(2)
+# threads that outnumber the cores wait for each other
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 2)))
 
 
 def pytest_collection_modifyitems(items):

@@ -28,6 +28,7 @@ FLAG_TEXTS = {
     "baseline_broken": "full itself fails this task: accuracy says nothing about the method",
     "short_decode": "fewer than 128 tokens were decoded per run: decode times are no measurement",
     "simulated": "bytes are computed, not held: memory and speed are not real",
+    "noisy": "the slowest steps took over 3 times the median: something else used the machine",
     "not_interleaved": "full and the method were timed one after the other, not in turns",
 }
 QUESTION_TEXTS = {"visible": "compression has seen it", "hidden": "compression has not seen it"}
@@ -78,9 +79,7 @@ def card(row: Row, full: Row | None = None, full_note: str | None = None) -> Gro
     numbers.add_row(*samples)
     parts.append(numbers)
     if full_note:
-        parts.append(
-            Text(f"{full_note}: its times are from then, another load of the machine changes them", overflow="fold")
-        )
+        parts.append(Text(f"{full_note}: its times are from then, another load of the machine changes them", overflow="fold"))
     parts.append(_footer(row))
     return Group(*parts)
 
@@ -138,10 +137,7 @@ def _lines(row: Row, full: Row | None) -> list[tuple]:
     kinds = dict.fromkeys(kind for one in rows for kind in one.kv_ledger)
     lines = [
         line("KV cache held", "kv_resident_bytes", _bytes, LESS),
-        *(
-            (f"  {kind}", of_ledger(kind), lambda one, kind=kind: _bytes(one.kv_ledger.get(kind)), None)
-            for kind in kinds
-        ),
+        *((f"  {kind}", of_ledger(kind), lambda one, kind=kind: _bytes(one.kv_ledger.get(kind)), None) for kind in kinds),
         ("  predicted", lambda one: None, _predicted, None),
         line("  share of dense cache", "kv_kept_ratio", _percent),
         line("  read per decode step", "kv_read_bytes_per_step", _bytes, LESS),

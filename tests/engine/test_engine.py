@@ -1,4 +1,4 @@
-"""The engine against Hugging Face itself: same logits and tokens for the dense cache, and for every method a masked dense forward."""
+"""The engine against Hugging Face itself: the same logits and tokens for full, a masked dense forward for every method."""
 
 import pytest
 import torch
@@ -184,7 +184,7 @@ def test_sparda_is_masked_dense(tiny_llama, knobs):
 
 @torch.no_grad()
 def streaming_reference(model, ids, num_sinks, num_slots, prompt_len):
-    """StreamingLLM the slow way: dense prompt; then every step rotates the whole cache by place. Logits [T, V] of one sequence."""
+    """StreamingLLM the slow way: dense prompt, then every step rotates the whole cache by place. Logits [T, V]."""
     decoder, config = model.model, model.config
     heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
 

@@ -105,9 +105,7 @@ def test_method_beside_full(label, expected):
 
 
 def test_slower_is_shown_as_slower():
-    text = drawn(
-        dataclasses.replace(SPARSE, tpot_ms_p50=30.0, decode_tokens_per_s=25.0, kv_resident_bytes=90 * MIB), FULL
-    )
+    text = drawn(dataclasses.replace(SPARSE, tpot_ms_p50=30.0, decode_tokens_per_s=25.0, kv_resident_bytes=90 * MIB), FULL)
     assert cells(text, "time per token, median")[-1].strip() == "1.50x slower"
     assert cells(text, "decode tokens/s")[-1].strip() == "2.00x slower"
     assert cells(text, "KV cache held")[-1].strip() == "2.00x more"

@@ -119,9 +119,7 @@ def test_single_cell_that_fails(in_process, tmp_path, fate, code, status):
     assert (got, row.status, json.loads(out[-1])["status"]) == (code, status, status)
     if isinstance(fate, Exception):
         assert "Traceback" in (folder / "traceback.txt").read_text()
-        assert (
-            row.error == {ValueError: "weights.bin is cut short second line", KeyError: "KeyError('a bug')"}[type(fate)]
-        )
+        assert row.error == {ValueError: "weights.bin is cut short second line", KeyError: "KeyError('a bug')"}[type(fate)]
         assert err == [f"{status}: {row.error}"]
 
 

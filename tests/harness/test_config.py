@@ -189,9 +189,7 @@ def test_sweep_in_an_experiment_is_expanded(tmp_path, monkeypatch, capsys):
 
 def test_hash_ignores_key_order_and_unused_values(composed):
     cell = cell_of(composed("method=full"))
-    backwards = {
-        key: dict(reversed(value.items())) if isinstance(value, dict) else value for key, value in cell.items()
-    }
+    backwards = {key: dict(reversed(value.items())) if isinstance(value, dict) else value for key, value in cell.items()}
     assert config_hash(dict(reversed(backwards.items()))) == config_hash(cell)
     for same in ("sparsity=0.3", "kv_budget=0.5", "logger=none", "compare=false", "shape.context_len=1024"):
         assert config_hash(cell_of(composed("method=full", same))) == config_hash(cell), same

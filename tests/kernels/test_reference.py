@@ -1,4 +1,4 @@
-"""The reference ops against formulas written out in fp64: they are the oracle for every faster kernel, so they need one themselves."""
+"""The reference ops against formulas in fp64: they are the oracle of every faster kernel, so they need one themselves."""
 
 import math
 
