@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 from harness import hf
 from harness.ledger import Ledger, measure
+from harness.step import FusedStep, ModuleStep
 from harness.timing import Clock, Stopwatch
 from methods.base import Method
+
+GRAPH_WARM_UP = 3
 
 
 class Engine:
@@ -24,6 +27,8 @@ class Engine:
         model: a Hugging Face causal LM in eval mode; it attends through our layers inside the calls below only.
         method: an unbound method; the engine binds it. ValueError when its plan is impossible for these shapes.
         max_prompt_len: longest prompt; the budget refers to it. max_new_tokens: most tokens fed or decoded after prefill.
+        impl: kernels, "reference" or "triton". decode_impl: "graph" replays one CUDA graph per step, "eager" launches each
+            kernel. step_impl: "module" runs the Hugging Face module, "fused" joins its projections and fuses its small ops.
     """
 
     def __init__(
@@ -35,17 +40,27 @@ class Engine:
         max_prompt_len: int,
         max_new_tokens: int,
         impl: str = "reference",
+        decode_impl: str = "eager",
+        step_impl: str = "module",
     ):
-        self.model, self.method = model, method
+        self.model, self.method, self.decode_impl = model, method, decode_impl
         self.spec = hf.make_spec(
             model, batch_size=batch_size, context_len=max_prompt_len, max_new_tokens=max_new_tokens, impl=impl
         )
+        if decode_impl == "graph" and self.spec.device.type != "cuda":
+            raise ValueError(f"decode_impl=graph needs a CUDA device, the model is on {self.spec.device}; use decode_impl=eager")
         method.bind(self.spec)
         self.compress_clock = method.clock = Stopwatch(self.spec.device)
         self.phase = hf.Phase()
         self.cache = hf.make_cache(method, self.phase)
-        self.seen = torch.zeros(batch_size, dtype=torch.long, device=self.spec.device)
+        device = self.spec.device
+        # the step reads and writes these in place: a graph can only hold addresses
+        self.seen = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.token = torch.zeros(batch_size, dtype=torch.long, device=device)
+        self.logits = torch.zeros(batch_size, model.config.vocab_size, dtype=self.spec.dtype, device=device)
+        self.step = (FusedStep if step_impl == "fused" else ModuleStep)(model, method)
         self.steps_left = 0
+        self.graph = self._capture() if decode_impl == "graph" else None
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
@@ -74,9 +89,9 @@ class Engine:
         self.phase.seq = None
         self.seen.copy_(torch.tensor(lengths))
         self.steps_left = self.spec.max_new_tokens
-        self.logits = torch.cat(last)
-        self.next_token = self.logits.argmax(-1)
-        return self.logits
+        self.logits.copy_(torch.cat(last))
+        self.token.copy_(self.logits.argmax(-1))
+        return self.logits.clone()
 
     def decode(
         self,
@@ -98,11 +113,10 @@ class Engine:
         forced, lens = forced.to(device), torch.tensor(forced_lens, device=device)
         tokens = torch.empty(self.spec.batch_size, num_tokens, dtype=torch.long, device=device)
         for step in self._steps(num_tokens, clock):
-            token = self.next_token
             if step < forced.shape[1]:
-                token = torch.where(step < lens, forced[:, step], token)
-            tokens[:, step] = token
-            self._step(token)
+                self.token.copy_(torch.where(step < lens, forced[:, step], self.token))
+            tokens[:, step] = self.token
+            self._step()
         return tokens
 
     def score(self, token_ids: Tensor, clock: Clock | None = None, keep_logits: bool = False):
@@ -115,11 +129,12 @@ class Engine:
         logprobs: list[Tensor] = []
         logits: list[Tensor] = []
         for step in self._steps(token_ids.shape[1], clock):
-            predicted = self.logits.float()
+            predicted = self.logits.float() if self.logits.dtype != torch.float32 else self.logits.clone()
             logprobs.append(predicted.log_softmax(-1).gather(1, token_ids[:, step : step + 1])[:, 0])
             if keep_logits:
                 logits.append(predicted)
-            self._step(token_ids[:, step])
+            self.token.copy_(token_ids[:, step])
+            self._step()
         scores = torch.stack(logprobs, dim=1)
         return (scores, torch.stack(logits, dim=1)) if keep_logits else scores
 
@@ -137,14 +152,34 @@ class Engine:
             if clock:
                 clock.mark()
 
+    def _step(self) -> None:
+        """self.token [B] through the model; leaves logits and the next greedy token in place."""
+        if self.graph:
+            self.graph.replay()
+        else:
+            self._launch()
+
     @torch.inference_mode()
-    def _step(self, token: Tensor) -> None:
-        """One token per sequence, [B], through the model; leaves logits and the next greedy token."""
+    def _launch(self) -> None:
         self.method.begin_step(self.seen)
-        with hf.kv_attention(self.model):
-            self.logits = hf.forward(self.model, token[:, None], self.seen[:, None], self.cache)
-        self.next_token = self.logits.argmax(-1)
+        logits = self.step(self.token, self.seen)
+        self.logits.copy_(logits)
+        self.token.copy_(logits.argmax(-1))
         self.seen += 1
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        """Record one step. The slots hold nothing yet, so the warm-up steps may write what prefill will overwrite."""
+        stream = torch.cuda.Stream(self.spec.device)
+        stream.wait_stream(torch.cuda.current_stream(self.spec.device))
+        with torch.cuda.stream(stream):
+            for _ in range(GRAPH_WARM_UP):
+                self.seen.zero_()
+                self._launch()
+        torch.cuda.current_stream(self.spec.device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._launch()
+        return graph
 
     def finite(self) -> bool:
         """Whether the newest logits hold neither NaN nor infinity."""

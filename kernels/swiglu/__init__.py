@@ -1,0 +1,3 @@
+from kernels.swiglu.api import swiglu
+
+__all__ = ["swiglu"]
