@@ -26,6 +26,7 @@ from harness.engine import Engine
 from harness.report.card import print_card
 from harness.report.progress import Progress
 from harness.results import Row, write_atomic
+from harness.step import can_fuse
 from methods.base import Budgeted
 from methods.full import Full
 from methods.slots import name_of
@@ -38,7 +39,7 @@ WARM_UP_STEPS = 8
 NOISY = 3  # p95 over median of the step times above which something else had the machine
 DONE = object()
 # what can change a measured value; the card, W&B and the command line cannot
-MEASURING_CODE = ("harness/cell.py", "harness/engine.py", "harness/hf.py", "harness/ledger.py", "harness/models.py")
+MEASURING_CODE = ("harness/cell.py", "harness/engine.py", "harness/hf.py", "harness/ledger.py", "harness/models.py", "harness/step.py")
 MEASURING_CODE += ("harness/timing.py", "methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py")
 
 
@@ -71,14 +72,18 @@ def check(cfg: DictConfig) -> None:
         device=device,
     )
     conf.method.plan(spec)
-    choose_impl(conf.impl)
+    choose_impls(conf, device)
 
 
-def choose_impl(impl: str) -> str:
-    """Kernel implementation that runs for `impl`."""
-    if impl == "triton":
-        raise ValueError("impl=triton: the Triton kernels are not here yet; use impl=reference")
-    return "reference"
+def choose_impls(conf, device: torch.device) -> tuple[str, str]:
+    """Kernels and decode loop that run for impl and decode_impl: Triton in a CUDA graph on a GPU, reference and eager on a CPU."""
+    on_cuda = device.type == "cuda"
+    for knob, value in (("impl", "triton"), ("decode_impl", "graph")):
+        if getattr(conf, knob) == value and not on_cuda:
+            raise ValueError(f"{knob}={value} needs a CUDA device, the model is on {device.type}; use {knob}=auto")
+    impl = ("triton" if on_cuda else "reference") if conf.impl == "auto" else conf.impl
+    decode_impl = ("graph" if on_cuda else "eager") if conf.decode_impl == "auto" else conf.decode_impl
+    return impl, decode_impl
 
 
 def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
@@ -171,7 +176,9 @@ class Side:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.device = next(loaded.model.parameters()).device
         self.name = choice_of(cfg.method)
-        self.impl = choose_impl(conf.impl)
+        self.impl, self.decode_impl = choose_impls(conf, self.device)
+        # eager is what a user of transformers would see: the module, kernel by kernel
+        self.step_impl = "fused" if self.decode_impl == "graph" and can_fuse(loaded.model) else "module"
         self.seed = conf.seed
         self.samples: list[dict] = []
         self.traceback: str | None = None
@@ -188,6 +195,7 @@ class Side:
         self.prefill_ms: list[float] = []
         self.compress_ms: list[float] = []
         self.step_ms: list[float] = []
+        self.num_timed = 0
         self.scores: list[float] = []
         self.output_lens: list[int] = []
         self.logprobs: list[float] = []
@@ -215,6 +223,7 @@ class Side:
         text = str(err) if isinstance(err, RuntimeError | ValueError) else repr(err)
         self.row.status, self.row.error = status, " ".join(text.split())[:500]
         self.traceback = traceback.format_exc()
+        self.method.release()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -252,7 +261,9 @@ class Side:
         row.ceiling_gb_per_s = timing.copy_bandwidth(self.device) / 1e9
         bytes_per_step = hf.weight_bytes_read(self.model, self.shape.batch_size) + plan.read_bytes
         row.bound_ms_per_step = bytes_per_step / (row.ceiling_gb_per_s * 1e9) * 1000
-        row.decode_impl, row.kernel_impl = "eager", self.impl
+        row.decode_impl, row.step_impl, row.kernel_impl = self.decode_impl, self.step_impl, self.impl
+        del engine
+        self.method.release()
 
     def prepare(self) -> None:
         """Draw the samples and group them into batches; the last batch is filled up with earlier ones, unscored."""
@@ -274,6 +285,8 @@ class Side:
             max_prompt_len=max(len(sample.prompt_ids) for batch in self.batches for sample in batch),
             max_new_tokens=self.max_new_tokens,
             impl=self.impl,
+            decode_impl=self.decode_impl,
+            step_impl=self.step_impl,
         )
 
     def run(self, reference: "Side") -> Iterator[None]:
@@ -292,12 +305,16 @@ class Side:
         clock = timing.Clock(self.device)
         ids, lengths = pad([sample.prompt_ids for sample in batch])
         ids = ids.to(self.device)
-        clock.mark()
-        engine.prefill(ids, lengths)
-        clock.mark()
-        prefill_ms = clock.durations_ms()[0]
-        self.prefilled_tokens = sum(lengths)
-        self.compress_ms.append(engine.compress_clock.total_ms())
+        prefill_ms = None
+        if turn and len(self.batches) == 1:
+            engine.rewind()  # the only batch is in the cache: the decode is timed again, without paying for its prefill
+        else:
+            clock.mark()
+            engine.prefill(ids, lengths)
+            clock.mark()
+            prefill_ms = clock.durations_ms()[0]
+            self.prefilled_tokens = sum(lengths)
+            self.compress_ms.append(engine.compress_clock.total_ms())
         self.phase = "decode"
         steps = timing.Clock(self.device)
         forced, forced_lens = pad([sample.forced_ids for sample in batch])
@@ -318,8 +335,10 @@ class Side:
             raise NonFinite(f"{self.name}: the logits are not finite after decoding")
         if timed:
             # a question that is fed after compression delays the first token of the answer
-            self.ttft_ms.append(prefill_ms + waited)
-            self.prefill_ms.append(prefill_ms)
+            if prefill_ms is not None:
+                self.ttft_ms.append(prefill_ms + waited)
+                self.prefill_ms.append(prefill_ms)
+            self.num_timed += 1
             self.step_ms += steps.durations_ms()
 
     def compare_logits(self, logits: Tensor, reference: "Side") -> None:
@@ -356,7 +375,7 @@ class Side:
         row.ttft_ms = statistics.median(self.ttft_ms)
         row.compress_ms = statistics.median(self.compress_ms)
         row.prefill_tokens_per_s = self.prefilled_tokens / statistics.median(self.prefill_ms) * 1000
-        row.num_repeats = len(self.ttft_ms)
+        row.num_prefills, row.num_repeats = len(self.ttft_ms), self.num_timed
         row.tpot_ms_p50, row.tpot_ms_p95 = percentile(self.step_ms, 0.5), percentile(self.step_ms, 0.95)
         row.decode_tokens_per_s = batch_size * 1000 / statistics.fmean(self.step_ms)
         row.bound_ratio = row.tpot_ms_p50 / row.bound_ms_per_step

@@ -40,6 +40,7 @@ from tasks.base import Task
 CONF = Path(__file__).resolve().parent.parent / "conf"
 QUESTIONS = ("visible", "hidden")
 IMPLS = ("auto", "reference", "triton")
+DECODE_IMPLS = ("auto", "graph", "eager")
 LOGGERS = ("wandb", "none")
 # top-level values that flow into the method or the task, but only where its yaml takes them
 SHARED = {"sparsity": "method", "kv_budget": "method", "kv_dtype": "method", "question": "task"}
@@ -99,6 +100,7 @@ class Config:
     question: str = "visible"
     seed: int = 0
     impl: str = "auto"
+    decode_impl: str = "auto"
     compare: bool = True
 
     def __post_init__(self):
@@ -111,6 +113,7 @@ class Config:
         _one_of("kv_dtype", self.kv_dtype, ("auto", *KV_DTYPES))
         _one_of("question", self.question, QUESTIONS)
         _one_of("impl", self.impl, IMPLS)
+        _one_of("decode_impl", self.decode_impl, DECODE_IMPLS)
 
 
 def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
@@ -195,7 +198,7 @@ def model_name(model: ModelConf | DictConfig) -> str:
 def cell_of(cfg: DictConfig) -> dict:
     """All that identifies a result, resolved: not the logger, nor values that neither method nor task takes."""
     cell = OmegaConf.to_container(cfg, resolve=True)
-    cell = {key: cell[key] for key in ("model", "method", "task", "shape", "question", "seed", "impl")}
+    cell = {key: cell[key] for key in ("model", "method", "task", "shape", "question", "seed", "impl", "decode_impl")}
     if "question" in cell["task"]:
         cell["question"] = cell["task"]["question"]
     else:

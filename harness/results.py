@@ -56,12 +56,14 @@ class Row:
     tpot_ms_p95: float | None = None
     prefill_tokens_per_s: float | None = None
     decode_tokens_per_s: float | None = None
-    num_repeats: int | None = None
+    num_prefills: int | None = None  # behind ttft_ms
+    num_repeats: int | None = None  # timed decodes behind tpot_ms
     bound_ms_per_step: float | None = None
     bound_ratio: float | None = None
     achieved_gb_per_s: float | None = None
     ceiling_gb_per_s: float | None = None
     decode_impl: str | None = None
+    step_impl: str | None = None
     kernel_impl: str | None = None
 
     accuracy: float | None = None

@@ -117,6 +117,10 @@ class Method:
         self.clock = nullcontext()  # the engine puts its stopwatch here: it times scoring, selection and storing
         self.layers = [self.make_layer(i) for i in range(spec.num_layers)]
 
+    def release(self) -> None:
+        """Give the slots back; bind() may follow."""
+        self.layers, self.step = [], {}
+
     def make_layer(self, layer_idx: int) -> "KVLayer":
         return KVLayer(self, layer_idx)
 

@@ -75,6 +75,10 @@ class SparDA(Budgeted):
             self.offset = torch.zeros(spec.batch_size, dtype=torch.int64, device=spec.device)
         self.end_prefill(0)
 
+    def release(self) -> None:
+        super().release()
+        self.end_prefill(0)
+
     def make_layer(self, layer_idx: int) -> KVLayer:
         return KVLayer(self, layer_idx) if self.planned.noop else SparDALayer(self, layer_idx)
 

@@ -315,3 +315,12 @@ def test_model_is_left_as_it_was(tiny_llama):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         assert torch.equal(model(ids, past_key_values=cache, use_cache=True).logits, before)
+
+
+def test_rewind_repeats_the_decode(tiny_llama):
+    ids = draw(2, 30)
+    engine = build(tiny_llama(), SparDA(sparsity=0.5, predict_layers=[1], window=4), ids, steps=12)
+    engine.prefill(ids, [30, 11])
+    first = engine.decode(12)
+    engine.rewind()
+    assert torch.equal(engine.decode(12), first)
