@@ -155,7 +155,7 @@ def test_failure_is_plain(status):
     assert f"full has no result, {status}" in drawn(SPARSE, Row(status=status, method="full"))
 
 
-@pytest.mark.parametrize("flag", [*FLAGS, "not_interleaved", "one_of_tomorrow"])
+@pytest.mark.parametrize("flag", [*FLAGS, "one_of_tomorrow"])
 def test_flags_are_explained(flag):
     assert f"! {flag}: " in drawn(dataclasses.replace(SPARSE, flags=[flag]))
 
