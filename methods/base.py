@@ -205,6 +205,7 @@ class KVLayer:
             spec.head_dim,
             method.stored_dtype(spec),
             spec.device,
+            spec.impl,
         )
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, seq: int) -> Tensor:
@@ -222,7 +223,7 @@ class KVLayer:
         """One token per sequence: q [B, Hq, 1, D], k, v [B, Hkv, 1, D] -> [B, Hq, 1, D]."""
         self.slots.append(k[:, :, 0], v[:, :, 0], self.method.step["slot"])
         spec = self.method.spec
-        return self.slots.attend(q[:, :, 0], self.method.step["lengths"], spec.scale, spec.impl)[:, :, None]
+        return self.slots.attend(q[:, :, 0], self.method.step["lengths"], spec.scale)[:, :, None]
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return self.slots.tensors()

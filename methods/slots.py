@@ -33,7 +33,8 @@ def row_bytes(kv_dtype: str, head_dim: int) -> int:
 class Slots:
     """K and V rows of one layer: [B, Hkv, C, D] in a floating dtype."""
 
-    def __init__(self, batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int, kv_dtype: str, device):
+    def __init__(self, batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int, kv_dtype: str, device, impl: str):
+        self.impl = impl
         shape = (batch_size, num_kv_heads, num_slots, head_dim)
         self.k = torch.zeros(shape, dtype=DTYPES[kv_dtype], device=device)
         self.v = torch.zeros(shape, dtype=DTYPES[kv_dtype], device=device)
@@ -49,12 +50,11 @@ class Slots:
 
     def append(self, k: Tensor, v: Tensor, slot: Tensor) -> None:
         """One row per sequence, k, v [B, Hkv, D], into slot [B]."""
-        append(self.k, k, slot)
-        append(self.v, v, slot)
+        append(self.k, self.v, k, v, slot, self.impl)
 
-    def attend(self, q: Tensor, lengths: Tensor, scale: float, impl: str) -> Tensor:
+    def attend(self, q: Tensor, lengths: Tensor, scale: float) -> Tensor:
         """Attention of q [B, Hq, D] over the first lengths [B] slots: [B, Hq, D]."""
-        return decode_attention(q, self.k.to(q.dtype), self.v.to(q.dtype), lengths, scale, impl)[0]
+        return decode_attention(q, self.k.to(q.dtype), self.v.to(q.dtype), lengths, scale, self.impl)[0]
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Held tensors by ledger kind."""
@@ -64,7 +64,8 @@ class Slots:
 class Int8Slots:
     """K and V rows of one layer as 8-bit codes with fp16 scale and zero per row; the same calls as Slots."""
 
-    def __init__(self, batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int, device):
+    def __init__(self, batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int, device, impl: str):
+        self.impl = impl
         shape = (batch_size, num_kv_heads, num_slots)
         self.codes = [torch.zeros(*shape, head_dim, dtype=torch.uint8, device=device) for _ in "kv"]
         self.params = [torch.zeros(*shape, 2, dtype=torch.float16, device=device) for _ in "kv"]
@@ -81,21 +82,20 @@ class Int8Slots:
         self.params[0][:, :, start : start + k.shape[2]] = params
 
     def append(self, k: Tensor, v: Tensor, slot: Tensor) -> None:
-        for codes, params, rows in zip(self.codes, self.params, (k, v), strict=True):
-            new_codes, new_params = quantize_rows(rows)
-            append(codes, new_codes, slot)
-            append(params, new_params, slot)
+        (k_codes, k_params), (v_codes, v_params) = quantize_rows(k), quantize_rows(v)
+        append(*self.codes, k_codes, v_codes, slot, self.impl)
+        append(*self.params, k_params, v_params, slot, self.impl)
 
-    def attend(self, q: Tensor, lengths: Tensor, scale: float, impl: str) -> Tensor:
+    def attend(self, q: Tensor, lengths: Tensor, scale: float) -> Tensor:
         k, v = (dequantize_rows(c, p, q.dtype) for c, p in zip(self.codes, self.params, strict=True))
-        return decode_attention(q, k, v, lengths, scale, impl)[0]
+        return decode_attention(q, k, v, lengths, scale, self.impl)[0]
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return {"kv": self.codes, "scales": self.params}
 
 
-def make_slots(batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int, kv_dtype: str, device):
-    """Slots of the kv_dtype, zeroed."""
+def make_slots(batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int, kv_dtype: str, device, impl: str):
+    """Slots of the kv_dtype, zeroed; `impl` names the kernels that read and write them."""
     if kv_dtype == "int8":
-        return Int8Slots(batch_size, num_kv_heads, num_slots, head_dim, device)
-    return Slots(batch_size, num_kv_heads, num_slots, head_dim, kv_dtype, device)
+        return Int8Slots(batch_size, num_kv_heads, num_slots, head_dim, device, impl)
+    return Slots(batch_size, num_kv_heads, num_slots, head_dim, kv_dtype, device, impl)
