@@ -39,8 +39,8 @@ WARM_UP_STEPS = 8
 NOISY = 3  # p95 over median of the step times above which something else had the machine
 DONE = object()
 # what can change a measured value; the card, W&B and the command line cannot
-MEASURING_CODE = ("harness/cell.py", "harness/engine.py", "harness/hf.py", "harness/ledger.py", "harness/models.py", "harness/step.py")
-MEASURING_CODE += ("harness/timing.py", "methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py")
+MEASURING_CODE = [f"harness/{name}.py" for name in ("cell", "engine", "hf", "ledger", "models", "step", "timing")]
+MEASURING_CODE += ["methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py"]
 
 
 class NonFinite(RuntimeError):
@@ -76,7 +76,7 @@ def check(cfg: DictConfig) -> None:
 
 
 def choose_impls(conf, device: torch.device) -> tuple[str, str]:
-    """Kernels and decode loop that run for impl and decode_impl: Triton in a CUDA graph on a GPU, reference and eager on a CPU."""
+    """Kernels and decode loop for impl and decode_impl; auto: Triton in a CUDA graph on a GPU, reference and eager on a CPU."""
     on_cuda = device.type == "cuda"
     for knob, value in (("impl", "triton"), ("decode_impl", "graph")):
         if getattr(conf, knob) == value and not on_cuda:

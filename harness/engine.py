@@ -48,7 +48,8 @@ class Engine:
             model, batch_size=batch_size, context_len=max_prompt_len, max_new_tokens=max_new_tokens, impl=impl
         )
         if decode_impl == "graph" and self.spec.device.type != "cuda":
-            raise ValueError(f"decode_impl=graph needs a CUDA device, the model is on {self.spec.device}; use decode_impl=eager")
+            device = self.spec.device.type
+            raise ValueError(f"decode_impl=graph needs a CUDA device, the model is on {device}; use decode_impl=eager")
         method.bind(self.spec)
         self.compress_clock = method.clock = Stopwatch(self.spec.device)
         self.phase = hf.Phase()

@@ -1,7 +1,7 @@
 """One decode step of a Llama-family model from its own weights, in about ten kernels a layer instead of forty.
 
-The Hugging Face module keeps its parameters: q, k, v (and gate, up) become views of one joined matrix, so nothing is held twice and
-prefill, which runs the module itself, sees the same numbers. Operations and roundings are those of the module.
+The Hugging Face module keeps its parameters: q, k, v (and gate, up) become views of one joined matrix, so nothing is held twice
+and prefill, which runs the module itself, sees the same numbers. Operations and roundings are those of the module.
 """
 
 import torch

@@ -87,7 +87,7 @@ def peak_bytes(device: torch.device) -> int | None:
 
 @functools.cache
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second, read plus written, of a large device-to-device copy; the best of 9, since a ceiling is what can be reached."""
+    """Bytes per second, read plus written, of a large copy on the device; the best of 9: a ceiling is what can be reached."""
     size = 1 << 30 if device.type == "cuda" else 1 << 28
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

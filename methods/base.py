@@ -129,11 +129,15 @@ class Method:
 
     def begin_step(self, seen: Tensor) -> None:
         """What all layers of a step need, from tokens seen [B], on the device: slot of the new token, how many slots count."""
-        self.step = {"slot": self.slot_of(seen), "lengths": (seen + 1).clamp(max=self.planned.num_slots)}
+        self.step = {"slot": self.slot_of(seen), "lengths": self.lengths_of(seen)}
 
     def slot_of(self, seen: Tensor) -> Tensor:
         """Slot of the token at position `seen`; default: slot = position."""
         return seen
+
+    def lengths_of(self, seen: Tensor) -> Tensor:
+        """Slots that count in this step, the new token's included; default: all so far, as far as there are slots."""
+        return (seen + 1).clamp(max=self.planned.num_slots)
 
     def positions(self, seen: Tensor) -> Tensor:
         """True position held by each slot once `seen` [B] tokens have passed: [B, C], -1 where a slot is empty."""

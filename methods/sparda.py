@@ -119,13 +119,11 @@ class SparDA(Budgeted):
         fused = scores.amax(0) if self.fuse == "max" else scores.mean(0)
         return select(fused, self.planned.kept, self.num_sinks, self.window, self.spec.impl)
 
-    def begin_step(self, seen: Tensor) -> None:
-        super().begin_step(seen)
-        if not self.planned.noop:
-            self.step["lengths"] = self.step["slot"] + 1
-
     def slot_of(self, seen: Tensor) -> Tensor:
         return seen if self.planned.noop else seen - self.offset
+
+    def lengths_of(self, seen: Tensor) -> Tensor:
+        return self.slot_of(seen) + 1
 
     def positions(self, seen: Tensor) -> Tensor:
         if self.planned.noop:

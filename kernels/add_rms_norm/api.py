@@ -5,7 +5,9 @@ from torch import Tensor
 from kernels import unknown_impl
 
 
-def add_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, impl: str = "reference") -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, impl: str = "reference"
+) -> tuple[Tensor, Tensor]:
     """RMSNorm of x + residual (RMSNorm: arXiv 1910.07467).
 
     Args:

@@ -29,10 +29,14 @@ def rope_append(
     """
     num_kv_heads, head_dim = k_slots.shape[1], k_slots.shape[3]
     if qkv.shape[1] % head_dim or cos.shape != (qkv.shape[0], head_dim) or k_slots.dtype != qkv.dtype:
-        raise ValueError(f"rope_append: qkv {tuple(qkv.shape)} {qkv.dtype} does not fit slots {tuple(k_slots.shape)} {k_slots.dtype}")
+        raise ValueError(
+            f"rope_append: qkv {tuple(qkv.shape)} {qkv.dtype} does not fit slots {tuple(k_slots.shape)} {k_slots.dtype}"
+        )
     num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     if num_q_heads < 1:
-        raise ValueError(f"rope_append: qkv {tuple(qkv.shape)} holds no query heads beside {num_kv_heads} KV heads of {head_dim}")
+        raise ValueError(
+            f"rope_append: qkv {tuple(qkv.shape)} holds no query heads beside {num_kv_heads} KV heads of {head_dim}"
+        )
     match impl:
         case "reference":
             from kernels.rope_append import reference as chosen

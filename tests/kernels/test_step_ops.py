@@ -1,4 +1,4 @@
-"""Fused step ops against transformers' own modules and functions, to the last bit of the dtype (fp32) or one rounding (16 bit)."""
+"""Fused step ops against transformers' own modules and functions, to one rounding of the dtype."""
 
 import pytest
 import torch
