@@ -77,23 +77,27 @@ class Engine:
             raise ValueError(f"prefill got {len(input_ids)} prompts, the engine was built for {self.spec.batch_size}")
         if not 1 <= min(lengths) <= max(lengths) <= min(self.spec.context_len, input_ids.shape[1]):
             raise ValueError(f"prompt lengths {lengths} must lie in 1 .. {self.spec.context_len} (max_prompt_len)")
-        device = self.spec.device
         self.method.step = {}
-        last = []
-        for seq, length in enumerate(lengths):
-            self.phase.seq = seq
-            positions = torch.arange(length, device=device)[None]
-            prompt = input_ids[seq : seq + 1, :length].to(device)
-            with hf.kv_attention(self.model):
-                last.append(hf.forward(self.model, prompt, positions, self.cache))
-            self.method.end_prefill(seq)
-        self.phase.seq = None
+        last = [self.prefill_one(seq, input_ids[seq, :length]) for seq, length in enumerate(lengths)]
         self.seen.copy_(torch.tensor(lengths))
         self.steps_left = self.spec.max_new_tokens
         self.logits.copy_(torch.cat(last))
         self.token.copy_(self.logits.argmax(-1))
         self.start = self.seen.clone(), self.token.clone()
         return self.logits.clone()
+
+    @torch.inference_mode()
+    def prefill_one(self, seq: int, prompt: Tensor) -> Tensor:
+        """One prompt [T] into the slots of sequence `seq`, layer by layer; logits [1, V]. prefill() is what callers want."""
+        self.phase.seq = seq
+        positions = torch.arange(len(prompt), device=self.spec.device)[None]
+        try:
+            with hf.kv_attention(self.model):
+                logits = hf.forward(self.model, prompt[None].to(self.spec.device), positions, self.cache)
+            self.method.end_prefill(seq)
+        finally:
+            self.phase.seq = None
+        return logits
 
     def rewind(self) -> None:
         """Back to the end of the prompt, for timing the same decode again: same lengths and bytes, but a ring has moved on."""
