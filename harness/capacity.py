@@ -4,7 +4,7 @@
     python -m harness.capacity --limit-bytes 50000000 model=dummy method=sparda sparsity=0.8
 
 The search starts at the predicted batch and tries real ones around it. Memory that runs out is an answer, not an error. With
---limit-bytes the process may use that much: a GPU's allocator is capped; on a CPU, which would swap, weights and cache are counted.
+--limit-bytes a GPU's allocator is capped; on a CPU, which would swap, weights and cache are counted against the limit.
 The last line of stdout is the result as JSON.
 """
 

@@ -4,6 +4,8 @@ The model stays the Hugging Face module. Its attention calls `cache.update(k, v)
 returned key; the key carries the KVLayer it belongs to, so no global state and no patched module stands between the two.
 """
 
+import copy
+import difflib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,10 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, CacheLayerMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
+import methods
 from methods.base import KVLayer, Method, Spec
 
 ATTENTION = "kvgauge"
+ONE_AT_A_TIME = "attach: generate() must go one token at a time; assisted decoding is not supported"
 # set by model families whose attention is more than softmax(q k): silently dropping one would change the model
 UNSUPPORTED_KWARGS = ("softcap", "s_aux", "head_mask", "position_bias")
 
@@ -141,3 +146,84 @@ def weight_bytes_read(model: nn.Module, batch_size: int) -> int:
     tied = head is not None and head.weight.data_ptr() == table.data_ptr()
     skipped = 0 if tied else (table.shape[0] - batch_size) * table.shape[1] * table.element_size()
     return weight_bytes(model) - max(0, skipped)
+
+
+@contextmanager
+def attach(model: nn.Module, method: str | Method, *, max_new_tokens: int = 512, **knobs) -> Iterator[None]:
+    """Within it `model.generate()` runs through a method's physical cache; on exit the model is as before.
+
+    with attach(model, "sparda", sparsity=0.8):
+        model.generate(input_ids, attention_mask=mask, max_new_tokens=64)
+
+    Args:
+        method: a name from methods/ with its knobs, or an instance without. The budget refers to the longest prompt of a call.
+        max_new_tokens: room for new tokens in methods that append; more raise ValueError.
+    Prompts may be left-padded: each keeps its true positions, and padding enters no cache. No beams.
+    """
+    # the engine stands on this module
+    from harness.config import discover
+    from harness.engine import Engine
+
+    if isinstance(method, Method):
+        make = lambda: copy.deepcopy(method)  # noqa: E731
+        if knobs:
+            raise ValueError(f"attach: {', '.join(knobs)} belong into the method's own constructor")
+    else:
+        known = discover(methods, Method)
+        if method not in known:
+            near = difflib.get_close_matches(method, known, n=1)
+            hint = f": did you mean {near[0]}?" if near else ""
+            raise ValueError(f"attach: unknown method {method!r}{hint}; valid: {', '.join(sorted(known))}")
+        make = lambda: known[method](**knobs)  # noqa: E731
+    make()  # a wrong knob is an error here, not in the middle of generate()
+    on_cuda = next(model.parameters()).device.type == "cuda"
+    running: dict = {}
+
+    def forward(input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
+        given = kwargs.get("cache", past_key_values)
+        if input_ids is None or kwargs.get("inputs_embeds") is not None:
+            raise ValueError("attach: the prompt must be input_ids")
+        if kwargs.get("logits_to_keep") not in (None, 0, 1):
+            raise ValueError(ONE_AT_A_TIME)
+        if running.get("cache") is not given or given is None:
+            # a new call of generate() brings a new cache object
+            running.clear()
+            lengths = [input_ids.shape[1]] * len(input_ids) if attention_mask is None else attention_mask.sum(1).tolist()
+            engine = Engine(
+                model,
+                make(),
+                batch_size=len(input_ids),
+                max_prompt_len=max(lengths),
+                max_new_tokens=max_new_tokens,
+                impl="triton" if on_cuda else "reference",
+            )
+            own_prompts = [row[len(row) - length :] for row, length in zip(input_ids, lengths, strict=True)]
+            model.forward = original
+            try:
+                engine.prefill(nn.utils.rnn.pad_sequence(own_prompts, batch_first=True), lengths)
+            finally:
+                model.forward = forward
+            given.reorder_cache = refuse_beams
+            running.update(cache=given, engine=engine, width=input_ids.shape[1])
+        else:
+            engine = running["engine"]
+            running["width"] += 1
+            if attention_mask is not None and attention_mask.shape[1] != running["width"]:
+                raise ValueError(ONE_AT_A_TIME)
+            model.forward = original
+            try:
+                engine.score(input_ids[:, -1:])
+            finally:
+                model.forward = forward
+        return CausalLMOutputWithPast(logits=engine.logits[:, None].clone(), past_key_values=given)
+
+    def refuse_beams(beam_idx):
+        raise ValueError("attach: beam search is not supported; use num_beams=1")
+
+    original = model.forward
+    model.forward = forward
+    try:
+        yield
+    finally:
+        # the class's own forward shows again
+        del model.forward
