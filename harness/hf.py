@@ -6,6 +6,7 @@ returned key; the key carries the KVLayer it belongs to, so no global state and 
 
 import copy
 import difflib
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -179,11 +180,15 @@ def attach(model: nn.Module, method: str | Method, *, max_new_tokens: int = 512,
     on_cuda = next(model.parameters()).device.type == "cuda"
     running: dict = {}
 
+    original = model.forward
+
+    # generate() reads the signature to know what it may pass
+    @functools.wraps(original)
     def forward(input_ids=None, attention_mask=None, past_key_values=None, **kwargs):
         given = kwargs.get("cache", past_key_values)
         if input_ids is None or kwargs.get("inputs_embeds") is not None:
             raise ValueError("attach: the prompt must be input_ids")
-        if kwargs.get("logits_to_keep") not in (None, 0, 1):
+        if input_ids.shape[1] > 1 and kwargs.get("logits_to_keep") != 1:
             raise ValueError(ONE_AT_A_TIME)
         if running.get("cache") is not given or given is None:
             # a new call of generate() brings a new cache object
@@ -220,7 +225,6 @@ def attach(model: nn.Module, method: str | Method, *, max_new_tokens: int = 512,
     def refuse_beams(beam_idx):
         raise ValueError("attach: beam search is not supported; use num_beams=1")
 
-    original = model.forward
     model.forward = forward
     try:
         yield
