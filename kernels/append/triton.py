@@ -43,7 +43,7 @@ def append(k_slots: Tensor, v_slots: Tensor, k: Tensor, v: Tensor, slot: Tensor)
 
 
 def compile_cases() -> list[dict]:
-    """Specialisations that the offline sm_90 test compiles; names end as the signature's divisible-by-16 arguments say."""
+    """Specialisations that the offline sm_90 test compiles."""
     types = {"fp16": "*fp16", "bf16": "*bf16"}
     names = [arg.name for arg in append_kernel.params if not arg.is_constexpr]
     cases = []

@@ -32,8 +32,8 @@ def decode_attention(
             fastest. Entries that are negative, and slots at or behind `lengths`, do not take part.
         index_lens: [B] integers on the device: only the first index_lens[b] entries count. None: all N.
         block_size: 1, 16, 64 or 128 slots per entry of `index`.
-        logits: [B, Hq, C] fp32, contiguous; receives scale * q . k of every slot before `lengths`, the rest
-            stays. Not with `index`.
+        logits: [B, Hq, C] fp32, contiguous; receives scale * q . k of every slot before `lengths`; what
+            stands behind is undefined. Not with `index`.
         config: launch numbers of impl=triton in place of the pinned ones, for tuning.
     Returns:
         out [B, Hq, D] in q's dtype and lse [B, Hq] fp32 (natural logarithm). Where nothing takes part: 0 and -inf.

@@ -149,7 +149,9 @@ def decode_kernel(
         b_v = tl.load(p_v + o_slot * stride_vc, mask=live[:, None] & inside_d, other=0.0)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale  # [ROWS, BLOCK]
         if LOGITS:
-            tl.store(p_logits + slot[None, :], b_s * 0.6931471805599453, mask=live_rows[:, None] & live[None, :])
+            # a mask by length would make the stores 4 bytes wide
+            inside = live_rows[:, None] & (slot < num_slots)[None, :]
+            tl.store(p_logits + slot[None, :], b_s * 0.6931471805599453, mask=inside)
         b_s = tl.where(live[None, :], b_s, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(b_s, 1))
         if INDEXED:
@@ -303,7 +305,20 @@ def compile_cases() -> list[dict]:
         cases.append(
             {
                 "name": f"decode-{dtype}-{mode}-D{head_dim}-G{group}", "fn": decode_kernel, "signature": signature,
-                "constexprs": constexprs, **launch, "expect": ["cp.async.cg.shared.global", "mma"],
+                "constexprs": constexprs, **launch,
+                "divisible": [n for n in names if n not in ("scale", "num_entries")],
+                "expect": ["cp.async.cg.shared.global", "mma"],
+            }
+        )  # fmt: skip
+    for head_dim, num_splits in ((128, 33), (256, 33), (128, 128), (256, 128)):
+        splits = triton.next_power_of_2(num_splits)
+        constexprs = {"D": head_dim, "BD": head_dim, "NUM_SPLITS": num_splits, "SPLITS": splits}
+        signature = {"partial": "*fp32", "partial_lse": "*fp32", "out": "*bf16", "lse": "*fp32"}
+        cases.append(
+            {
+                "name": f"decode-merge-D{head_dim}-{num_splits}", "fn": merge_kernel, "signature": signature,
+                "constexprs": constexprs | {"TILE": min(splits, MERGE_TILE // head_dim)},
+                "num_warps": 4, "num_stages": 3, "expect": ["ld.global.cg.v4"],
             }
         )  # fmt: skip
     return cases

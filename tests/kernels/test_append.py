@@ -57,19 +57,14 @@ def test_append_behind_2_to_the_31():
 
 
 def test_append_refuses():
-    slots, rows = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 8)
+    slots, rows = torch.zeros(1, 2, 4, 8, device=DEVICE), torch.zeros(1, 2, 8, device=DEVICE)
+    slot = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     with pytest.raises(ValueError, match=r"append wants slots \[B, H, C, ...\] and rows"):
-        append(slots, slots, rows[:, :1], rows, torch.zeros(1).long())
+        append(slots, slots, rows[:, :1], rows, slot)
     with pytest.raises(ValueError, match=r"slot \[B\] or \[B, H\]"):
         append(slots, slots, rows, rows, torch.zeros(3).long())
     with pytest.raises(ValueError, match="append has no implementation 'fast'"):
-        append(slots, slots, rows, rows, torch.zeros(1).long(), "fast")
+        append(slots, slots, rows, rows, slot, "fast")
     with pytest.raises(ValueError, match="contiguous rows"):
-        append(
-            slots.transpose(2, 3),
-            slots.transpose(2, 3),
-            torch.zeros(1, 2, 4),
-            torch.zeros(1, 2, 4),
-            torch.zeros(1).long(),
-            "triton",
-        )
+        turned, short = slots.transpose(2, 3), rows[..., :4]
+        append(turned, turned, short, short, slot, "triton")

@@ -68,7 +68,8 @@ def _poisoned(monkeypatch):
 def test_lengths(dtype, length, config):
     # ragged: the second sequence leaves splits empty
     lengths = [length, max(1, length // 3)]
-    case = tensors(2, 1, 4, length + 20, 64, dtype, lengths)
+    # one number of slots for all lengths: one compilation each on a GPU
+    case = tensors(2, 1, 4, 150, 64, dtype, lengths)
     check(decode_attention(*case, 0.2, "triton", config=config), oracle(*case, 0.2), dtype)
 
 
@@ -76,7 +77,7 @@ def test_lengths(dtype, length, config):
 @pytest.mark.parametrize("dim", (64, 128, 256, 16, 80), ids=lambda d: f"D{d}")
 @pytest.mark.parametrize("group", (1, 3, 4, 7, 8, 71), ids=lambda g: f"G{g}")
 def test_groups_and_dims(group, dim, fused):
-    dtype = DTYPES[0] if group == 4 else DTYPES[-1]
+    dtype = DTYPES[0] if group == 4 else DTYPES[1]
     case = tensors(1, 2, group, 70, dim, dtype, [67])
     config = {**SMALL, "programs": 12, "fused": fused}
     check(decode_attention(*case, 0.1, "triton", config=config), oracle(*case, 0.1), dtype)
@@ -155,22 +156,25 @@ def test_index_without_slots(impl):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits(dtype, impl):
     q, k, v, lengths = tensors(2, 2, 3, 70, 64, dtype, [65, 18])
-    logits = torch.full((2, 6, 70), 7.0, device=DEVICE)
-    actual = decode_attention(q, k, v, lengths, 0.2, impl, logits=logits, config=SMALL)
+    logits = torch.full((3, 6, 70), torch.nan, device=DEVICE)
+    actual = decode_attention(q, k, v, lengths, 0.2, impl, logits=logits[:2], config=SMALL)
     check(actual, oracle(q, k, v, lengths, 0.2), dtype)
     for seq, used in enumerate(lengths.tolist()):
         want = torch.einsum("hgd,hcd->hgc", q[seq].view(2, 3, 64).double(), k[seq, :, :used].double()).flatten(0, 1) * 0.2
         assert (logits[seq, :, :used] - want).abs().max() <= 1e-4
-        assert (logits[seq, :, used:] == 7.0).all()
+    assert logits[2].isnan().all()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", (64, 128, 256), ids=lambda d: f"D{d}")
 @pytest.mark.parametrize("group", (1, 4, 7, 8), ids=lambda g: f"G{g}")
 def test_pinned_on_the_gpu(group, dim):
-    for batch, lengths in ((1, [4097]), (3, [1, 4096, 8191]), (40, [65] * 39 + [4097])):
-        case = tensors(batch, 4, group, 8192, dim, torch.bfloat16, lengths)
-        check(decode_attention(*case, dim**-0.5, "triton"), oracle(*case, dim**-0.5), torch.bfloat16)
+    for batch, lengths in ((1, [4097]), (3, [1, 4096, 8191]), (24, [65] * 23 + [4097])):
+        q, k, v, used = tensors(batch, 4, group, 8192, dim, torch.bfloat16, lengths)
+        # the loop of oracle() takes minutes here
+        expected = decode_attention(q.double(), k.double(), v.double(), used, dim**-0.5)
+        actual = decode_attention(q, k, v, used, dim**-0.5, "triton")
+        check(actual, [x.cpu() for x in expected], torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -205,9 +209,9 @@ def test_replayed_graph_follows_lengths():
 
 
 def test_refuses():
-    q, k = torch.zeros(1, 2, 24), torch.zeros(1, 1, 4, 24)
-    lengths = torch.ones(1)
-    index = torch.zeros(1, 1, 2, dtype=torch.int32)
+    q, k = torch.zeros(1, 2, 24, device=DEVICE), torch.zeros(1, 1, 4, 24, device=DEVICE)
+    lengths = torch.ones(1, device=DEVICE)
+    index = torch.zeros(1, 1, 2, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="decode_attention has no implementation 'fast'"):
         decode_attention(q, k, k, lengths, 1.0, "fast")
     with pytest.raises(ValueError, match="block_size=32 is not one of"):
