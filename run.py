@@ -11,31 +11,38 @@ import traceback
 
 import hydra
 from omegaconf import DictConfig
+from omegaconf.errors import InterpolationResolutionError
 
 from harness.config import CONF, ConfigError, preflight
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
 def main(cfg: DictConfig) -> None:
+    # imported late: a mistake is reported before the engine is loaded
     from harness import sweep
 
     sweep.run_job(cfg)
 
 
 def cli(argv: list[str]) -> int:
-    """Run and return the exit code: 0 fine, 1 a cell failed, 2 a mistake in the arguments."""
+    """Run and return the exit code: 0 fine, 1 a cell failed or nothing can be written, 2 a mistake in the arguments."""
+    verbose = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:
         preflight(argv)
-    except ConfigError as err:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            traceback.print_exc()
-        print(f"error: {err}", file=sys.stderr)
-        return 2
-    main()
-    # imported late: a mistake is reported before the engine is loaded
-    from harness import sweep
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints tracebacks of its own
+        main()
+        from harness import sweep
 
-    return sweep.finish()
+        return sweep.finish()
+    except (ConfigError, OSError, InterpolationResolutionError) as err:
+        if verbose:
+            traceback.print_exc()
+        if isinstance(err, ConfigError):
+            print(f"error: {err}", file=sys.stderr)
+            return 2
+        why = str(err).splitlines()[0]
+        print(f"error: results cannot be written: {why}; try hydra.run.dir=<folder>", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

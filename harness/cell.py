@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -21,8 +22,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
 from harness import hf, models, timing, tracking
-from harness.config import blank_row, choice_of
+from harness.config import blank_row, choice_of, model_name
 from harness.engine import Engine
+from harness.ledger import WORKSPACE
 from harness.report.card import print_card
 from harness.report.progress import Progress
 from harness.results import Row, write_atomic
@@ -34,6 +36,7 @@ from tasks.base import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
 STORE = Path("outputs/rows")  # finished rows by config hash, below the folder that run.py is started in
+MIN_REPEATS = 5
 MIN_DECODE_TOKENS = 128  # fewer cannot give a time per token
 WARM_UP_STEPS = 8
 NOISY = 3  # p95 over median of the step times above which something else had the machine
@@ -58,6 +61,8 @@ def check(cfg: DictConfig) -> None:
     name, new = "shape.num_new_tokens", shape.num_new_tokens
     if conf.task.mode == "score":
         name, new = "task.num_scored", conf.task.num_scored
+    elif getattr(conf.task, "max_answer_tokens", 0) > new:
+        name, new = "task.max_answer_tokens", conf.task.max_answer_tokens
     if limit and shape.context_len + new > limit:
         raise ValueError(
             f"shape.context_len={shape.context_len} + {name}={new} is {shape.context_len + new} tokens, the model allows "
@@ -95,18 +100,22 @@ def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
         the row; a failure inside is a status, not an exception.
     """
     out_dir = Path(out_dir)
+    # a row of an earlier run in the same folder must not pass for this one's
+    (out_dir / "row.json").unlink(missing_ok=True)
     conf = OmegaConf.to_object(cfg)
     with Progress() as progress:
-        progress.say(f"loading {conf.model.name}")
+        progress.say(f"loading {model_name(conf.model)}")
         device = torch.device(models.pick_device(conf.model.device))
         timing.reset_peak(device)
         loaded = models.load(conf.model, conf.seed)
+        for tensor in loaded.model.parameters():
+            tensor.sum()  # weights on a CPU are memory-mapped: resident once they have been read
         peak_load = timing.peak_bytes(device)
         side = Side(cfg, loaded, peak_load, reproduce)
         full, note = None, None
         if cfg.compare and side.name != "full":
             full_cfg = full_cell(cfg)
-            full = Side(full_cfg, loaded, peak_load, f"{reproduce} method=full")
+            full = Side(full_cfg, loaded, peak_load, command_of_full(reproduce))
             if stored := find_row(full.row) if full.task.mode != "score" else None:
                 full.row, note = (
                     stored,
@@ -116,8 +125,11 @@ def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
         measure(sides, progress)
         if note:
             side.row.flags.append("not_interleaved")
-    if full and full.row.accuracy is not None and full.row.accuracy < full.task.floor:
-        side.row.flags.append("baseline_broken")
+    baseline = side if side.name == "full" else full
+    if baseline and baseline.row.accuracy is not None and baseline.row.accuracy < baseline.task.floor:
+        for row in {id(baseline.row): baseline.row, id(side.row): side.row}.values():
+            if "baseline_broken" not in row.flags:
+                row.flags.append("baseline_broken")
     for finished in sides:
         finished.save(out_dir if finished is side else None)
     write_atomic(out_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
@@ -133,6 +145,12 @@ def full_cell(cfg: DictConfig) -> DictConfig:
         full.method = OmegaConf.structured(Full())
     full.kv_dtype = "auto"
     return full
+
+
+def command_of_full(reproduce: str) -> str:
+    """The command that gives full's row, from the command of the method's."""
+    own = ("method=", "method.", "sparsity=", "kv_budget=", "kv_dtype=")
+    return shlex.join([word for word in shlex.split(reproduce) if not word.startswith(own)] + ["method=full"])
 
 
 def measure(sides: list["Side"], progress: Progress) -> None:
@@ -246,6 +264,8 @@ class Side:
         row.kv_kept_ratio = ledger.resident_bytes / row.kv_full_bytes
         row.kv_sparsity = 1 - ledger.resident_bytes / spec.full_bytes(stored)
         row.kv_read_bytes_per_step = plan.read_bytes
+        if abs(ledger.resident_bytes - plan.resident_bytes) > 0.01 * plan.resident_bytes:
+            raise RuntimeError(f"{self.name} holds {ledger.resident_bytes} bytes, it predicted {plan.resident_bytes}")
         if isinstance(self.method, Budgeted):
             if plan.noop:
                 row.flags.append("noop")
@@ -258,6 +278,10 @@ class Side:
         timing.reset_peak(self.device)
         engine.decode(min(WARM_UP_STEPS, self.max_new_tokens))
         row.peak_decode_bytes = timing.peak_bytes(self.device)
+        if (after := engine.ledger()).allocated_bytes - after.kinds.get(WORKSPACE, 0) > ledger.allocated_bytes:
+            raise RuntimeError(
+                f"{self.name} grew from {ledger.allocated_bytes} to {after.allocated_bytes} bytes while it decoded"
+            )
         row.ceiling_gb_per_s = timing.copy_bandwidth(self.device) / 1e9
         bytes_per_step = hf.weight_bytes_read(self.model, self.shape.batch_size) + plan.read_bytes
         row.bound_ms_per_step = bytes_per_step / (row.ceiling_gb_per_s * 1e9) * 1000
@@ -282,7 +306,8 @@ class Side:
             self.model,
             self.method,
             batch_size=self.shape.batch_size,
-            max_prompt_len=max(len(sample.prompt_ids) for batch in self.batches for sample in batch),
+            # a hidden question counts: hidden and visible rows of one sparsity then hold the same bytes
+            max_prompt_len=self.shape.context_len,
             max_new_tokens=self.max_new_tokens,
             impl=self.impl,
             decode_impl=self.decode_impl,
@@ -306,7 +331,7 @@ class Side:
         ids, lengths = pad([sample.prompt_ids for sample in batch])
         ids = ids.to(self.device)
         prefill_ms = None
-        if turn and len(self.batches) == 1:
+        if turn and len(self.batches) == 1 and self.task.mode != "score":
             engine.rewind()  # the only batch is in the cache: the decode is timed again, without paying for its prefill
         else:
             clock.mark()
@@ -321,8 +346,8 @@ class Side:
         fresh = range(turn * len(batch), min((turn + 1) * len(batch), self.num_drawn))
         if self.task.mode == "score":
             logprobs, logits = engine.score(forced, steps, keep_logits=True)
-            self.compare_logits(logits, reference)
             if turn < len(self.batches):
+                self.compare_logits(logits[: len(fresh)], reference)
                 self.keep_scored(batch[: len(fresh)], logprobs, forced_lens)
             waited = 0.0
         else:
@@ -339,7 +364,8 @@ class Side:
                 self.ttft_ms.append(prefill_ms + waited)
                 self.prefill_ms.append(prefill_ms)
             self.num_timed += 1
-            self.step_ms += steps.durations_ms()
+            question = 0 if self.task.mode == "score" else forced.shape[1]
+            self.step_ms += steps.durations_ms()[question:]
 
     def compare_logits(self, logits: Tensor, reference: "Side") -> None:
         """Fidelity to full on the same forced tokens, logits [B, n, V]."""
@@ -382,6 +408,8 @@ class Side:
         row.achieved_gb_per_s = row.ceiling_gb_per_s / row.bound_ratio
         if len(self.step_ms) / row.num_repeats < MIN_DECODE_TOKENS:
             row.flags.append("short_decode")
+        if row.num_prefills < MIN_REPEATS:
+            row.flags.append("few_prefills")
         if row.tpot_ms_p95 > NOISY * row.tpot_ms_p50:
             row.flags.append("noisy")
         if self.scores:
@@ -407,8 +435,14 @@ class Side:
             folders.append((stem.with_suffix(".json"), stem.with_suffix(".samples.jsonl")))
         lines = "".join(json.dumps(sample) + "\n" for sample in self.samples)
         for row_file, samples_file in folders:
-            write_atomic(samples_file, lines)
-            write_atomic(row_file, self.row.to_json())
+            try:
+                write_atomic(samples_file, lines)
+                write_atomic(row_file, self.row.to_json())
+            except OSError as err:
+                # without its own folder there is no row; the store is only a convenience
+                if row_file.parent != STORE:
+                    raise
+                print(f"warning: {row_file} cannot be written ({err}): full will be measured again", file=sys.stderr)
         if self.traceback and out_dir:
             write_atomic(out_dir / "traceback.txt", self.traceback)
 

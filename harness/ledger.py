@@ -1,19 +1,21 @@
 """The ledger: bytes of the storages that a method really holds, compared with what it predicted.
 
-Every tensor that can be reached from the method and its layers counts with its whole storage, once, whether the method declares
-it or not. So a view that keeps a large storage alive, a forgotten dense copy and an undeclared buffer all show.
+Every tensor that can be reached from the method and its layers (attributes, containers, closures, modules) counts with its whole
+storage, once, whether the method declares it or not. So a view that keeps a large storage alive, a forgotten dense copy and an
+undeclared buffer all show. Globals of a module are not searched.
 """
 
+import gc
 import types
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from methods.base import Method
+from methods.base import Method, Spec
 
 HEADROOM = "headroom"  # slots kept free for tokens that are still to be decoded
 WORKSPACE = "workspace"  # the current step's own small tensors
+WORKSPACE_LIMIT = 4096  # bytes per layer and sequence
 UNDECLARED = "undeclared"
 
 
@@ -35,15 +37,21 @@ class Ledger:
 
 def measure(method: Method) -> Ledger:
     """Ledger of a bound method, over all layers and sequences."""
-    kind_of = dict.fromkeys(held_storages(method.step), WORKSPACE)
+    kind_of: dict[int, str] = {}
     slot_storages: set[int] = set()
     for owner in (method, *method.layers):
         for kind, tensors in owner.tensors().items():
+            if kind in (HEADROOM, WORKSPACE, UNDECLARED):
+                raise ValueError(f"{type(owner).__name__}.tensors() may not name a kind {kind!r}: the ledger decides that")
             for tensor in tensors:
                 kind_of[tensor.untyped_storage().data_ptr()] = kind
     for layer in method.layers:
         for tensors in layer.slots.tensors().values():
             slot_storages.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+    step_storages = held_storages(method.step)
+    if sum(step_storages.values()) <= WORKSPACE_LIMIT * len(method.layers) * method.spec.batch_size:
+        # more than that is no step's workspace and counts like any other tensor
+        kind_of = dict.fromkeys(step_storages, WORKSPACE) | kind_of
     kinds: dict[str, int] = {}
     plan = method.planned
     for pointer, size in held_storages(method).items():
@@ -56,7 +64,7 @@ def measure(method: Method) -> Ledger:
 
 
 def held_storages(root) -> dict[int, int]:
-    """Bytes of every storage that can be reached from root's attributes, by data pointer. The model itself is not followed."""
+    """Bytes of every storage that can be reached from root, by data pointer."""
     storages: dict[int, int] = {}
     seen: set[int] = set()
     stack = [root]
@@ -68,10 +76,11 @@ def held_storages(root) -> dict[int, int]:
         if isinstance(item, Tensor):
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        elif isinstance(item, dict):
-            stack.extend(item.values())
-        elif isinstance(item, list | tuple | set | frozenset):
-            stack.extend(item)
-        elif hasattr(item, "__dict__") and not isinstance(item, type | types.FunctionType | types.ModuleType | torch.nn.Module):
-            stack.extend(vars(item).values())
+            stack.append(vars(item))
+        elif isinstance(item, types.FunctionType):
+            # what it closes over, not the globals of its module
+            stack.extend((item.__closure__, item.__defaults__, item.__kwdefaults__, vars(item)))
+        elif not isinstance(item, type | types.ModuleType | Spec):
+            # the spec leads to the model, which is not the method's
+            stack.extend(gc.get_referents(item))
     return {pointer: size for pointer, size in storages.items() if size}

@@ -91,7 +91,7 @@ def load(conf: ModelConf, seed: int = 0) -> Loaded:
         with _path_errors(conf.path):
             model, tokenizer = _read_model(conf.path, config, dtype)
         commit = getattr(config, "_commit_hash", None)
-        source = f"hub:{conf.path}@{commit}" if commit else f"path:{conf.path}"
+        source = f"hub:{conf.path}@{commit}" if commit else f"path:{conf.path} ({_fingerprint(_local(conf.path))})"
     else:
         folder, source = smollm2_folder()
         try:
@@ -270,6 +270,13 @@ def _path_errors(path: str):
         raise ValueError(
             f"model.path={path} cannot be read as a hub id or a folder with {wanted} ({_one_line(err)}); {WAY_OUT}"
         ) from err
+
+
+def _fingerprint(folder: str) -> str:
+    """Changes when the folder's weights do: size and time of every weight file, 12 hex digits."""
+    files = sorted(path for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
+    facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
 
 def _load_errors() -> tuple[type[BaseException], ...]:

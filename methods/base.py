@@ -87,11 +87,11 @@ class Method:
         """Slots and predicted bytes for these shapes; ValueError with one line when they are impossible."""
         raise NotImplementedError
 
-    def plan_slots(self, spec: Spec, kept: int, grows: bool, extra: dict[str, int] | None = None) -> Plan:
+    def plan_slots(self, spec: Spec, kept: int, grows: bool, extra: dict[str, int] | None = None, extra_read: int = 0) -> Plan:
         """Plan of `kept` slots in every layer; new tokens take further slots when it grows, else they overwrite.
 
         Args:
-            extra: predicted bytes of what is held beside the slots, by ledger kind.
+            extra: predicted bytes of what is held beside the slots, by ledger kind; extra_read: bytes of it that a step reads.
         """
         noop = kept >= spec.context_len
         grows = grows or noop
@@ -106,7 +106,7 @@ class Method:
             kept=kept,
             headroom=spec.max_new_tokens if grows else 0,
             ledger=ledger | (extra or {}),
-            read_bytes=int(rows * mean_slots * row_bytes(kv_dtype, spec.head_dim)),
+            read_bytes=int(rows * mean_slots * row_bytes(kv_dtype, spec.head_dim)) + extra_read,
             noop=noop,
         )
 

@@ -90,7 +90,7 @@ class SparDA(Budgeted):
     def observe_layer(self, layer: "SparDALayer", q: Tensor, k: Tensor, v: Tensor, seq: int) -> None:
         """Score in a predictor layer, wait until the last of them, store from then on. Shapes as KVLayer.prefill."""
         if self.chosen is not None:
-            layer.slots.store(seq, 0, compact(k, self.chosen), compact(v, self.chosen))
+            self.store(layer, k, v, seq)
             return
         self.waiting.append((layer, k, v))
         if layer.layer_idx in self.predict_layers:
@@ -101,8 +101,12 @@ class SparDA(Budgeted):
             self.index[seq, : len(self.chosen)] = self.chosen.int()
             self.offset[seq] = k.shape[2] - len(self.chosen)
             while self.waiting:
-                ready, k_dense, v_dense = self.waiting.pop()
-                ready.slots.store(seq, 0, compact(k_dense, self.chosen), compact(v_dense, self.chosen))
+                self.store(*self.waiting.pop(), seq)
+
+    def store(self, layer: KVLayer, k: Tensor, v: Tensor, seq: int) -> None:
+        """The chosen rows of k, v [1, Hkv, T, D] into the layer's first slots."""
+        kept = [compact(rows, self.chosen, impl=self.spec.impl) for rows in (k, v)]
+        layer.slots.store(seq, 0, *kept)
 
     def score_keys(self, q: Tensor, k: Tensor) -> Tensor:
         """Pooled attention mass per key, [T] fp32."""

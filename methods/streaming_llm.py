@@ -28,7 +28,9 @@ class StreamingLLM(Budgeted):
     def plan(self, spec: Spec) -> Plan:
         copies = spec.batch_size * spec.num_layers * spec.num_kv_heads * self.num_sinks * spec.head_dim * 4
         kept = self.solve(spec, minimum=self.num_sinks + 1, why=f"{self.num_sinks} sinks and one token", fixed=copies)
-        return self.plan_slots(spec, kept, grows=False, extra={"sink_copies": copies} if kept < spec.context_len else None)
+        if kept == spec.context_len:
+            return self.plan_slots(spec, kept, grows=False)
+        return self.plan_slots(spec, kept, grows=False, extra={"sink_copies": copies}, extra_read=copies)
 
     def make_layer(self, layer_idx: int) -> KVLayer:
         return KVLayer(self, layer_idx) if self.planned.noop else StreamingLayer(self, layer_idx)

@@ -29,6 +29,7 @@ FLAG_TEXTS = {
     "short_decode": "fewer than 128 tokens were decoded per run: decode times are no measurement",
     "simulated": "bytes are computed, not held: memory and speed are not real",
     "noisy": "the slowest steps took over 3 times the median: something else used the machine",
+    "few_prefills": "the time to first token comes from fewer than 5 prefills",
     "not_interleaved": "full and the method were timed one after the other, not in turns",
 }
 QUESTION_TEXTS = {"visible": "compression has seen it", "hidden": "compression has not seen it"}
@@ -68,7 +69,9 @@ def card(row: Row, full: Row | None = None, full_note: str | None = None) -> Gro
     for label, value, shown, words in _lines(row, full):
         cells = [Text(label), Text(shown(row), style="bold")]
         if full:
-            cells += [Text(shown(full)), _change(value(row), value(full), words)]
+            timed_apart = full_note and words in (TIME, RATE)
+            verdict = Text("not in turns") if timed_apart else _change(value(row), value(full), words)
+            cells += [Text(shown(full)), verdict]
         numbers.add_row(*cells)
     accuracy = [Text("accuracy"), Text(_accuracy(row), style="bold")]
     samples = [Text("  samples"), Text(_plain(row.num_samples), style="bold")]
@@ -79,7 +82,12 @@ def card(row: Row, full: Row | None = None, full_note: str | None = None) -> Gro
     numbers.add_row(*samples)
     parts.append(numbers)
     if full_note:
-        parts.append(Text(f"{full_note}: its times are from then, another load of the machine changes them", overflow="fold"))
+        parts.append(
+            Text(
+                f"{full_note}: its times are from then and not compared: another load of the machine changes them",
+                overflow="fold",
+            )
+        )
     parts.append(_footer(row))
     return Group(*parts)
 

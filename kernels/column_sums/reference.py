@@ -6,19 +6,31 @@ from torch import Tensor
 BLOCK = 128
 
 
-def column_sums(q: Tensor, k: Tensor, scale: float, window: int, reduce: str) -> Tensor:
+def column_sums(
+    q: Tensor, k: Tensor, scale: float, window: int, reduce: str, lse: Tensor | None, lengths: Tensor | None
+) -> Tensor:
     """See api.py. fp64 inputs stay fp64."""
     batch, num_kv_heads, length = k.shape[:3]
     compute = torch.promote_types(q.dtype, torch.float32)
-    keys = k.to(compute)[:, :, None].transpose(3, 4)  # [B, Hkv, 1, D, T]
-    grouped = q.unflatten(1, (num_kv_heads, -1))  # [B, Hkv, G, T, D]
     positions = torch.arange(length, device=q.device)
+    ends = torch.full((batch,), length, device=q.device) if lengths is None else lengths.long()
+    ends = ends[:, None, None, None, None]
+    # what is not live must not reach a product: it may be NaN
+    keys = k.to(compute).masked_fill((positions >= ends[..., 0, 0])[..., None], 0.0)
+    keys = keys[:, :, None].mT  # [B, Hkv, 1, D, T]
+    grouped = q.unflatten(1, (num_kv_heads, -1))  # [B, Hkv, G, T, D]
     sums = torch.zeros(batch, num_kv_heads, grouped.shape[2], length, dtype=compute, device=q.device)
-    for start in range(length - window, length, BLOCK):
+    for start in range(0 if lengths is not None else length - window, length, BLOCK):
         rows = positions[start : start + BLOCK]
-        logits = (grouped[:, :, :, start : start + BLOCK].to(compute) @ keys) * scale  # [B, Hkv, G, block, T]
-        logits = logits.masked_fill(positions > rows[:, None], float("-inf"))
-        sums += logits.softmax(-1).sum(3)
+        counted = (rows[:, None] < ends) & (rows[:, None] >= ends - window)  # [B, 1, 1, block, 1]
+        queries = grouped[:, :, :, start : start + BLOCK].to(compute).masked_fill(~counted, 0.0)
+        logits = (queries @ keys * scale).masked_fill(positions > rows[:, None], float("-inf"))  # [B, Hkv, G, block, T]
+        if lse is None:
+            probabilities = logits.softmax(-1)
+        else:
+            total = lse[:, :, start : start + BLOCK].unflatten(1, (num_kv_heads, -1))
+            probabilities = (logits - total[..., None]).exp()
+        sums += probabilities.masked_fill(~counted, 0.0).sum(3)
     match reduce:
         case "sum":
             return sums.sum(2)

@@ -16,6 +16,8 @@ MAX_ROWS = 64
 MAX_SPLITS = 128
 # numbers of the tile that joins splits, per program
 MERGE_TILE = 8192
+# slots from which one program per multiprocessor with larger tiles streams fastest (H200, D 128)
+LONG = 32768
 
 # above so many partial numbers per group of heads a launch of its own, with a program per head, joins faster
 MAX_FUSED = 1 << 16
@@ -25,7 +27,7 @@ MAX_FUSED = 1 << 16
 # pairs of sequence and KV head, `many` above.
 CONFIGS = {
     ("dense", 64): {"block": 128, "num_warps": 4, "num_stages": 3, "programs": 264, "many": 1056},
-    ("dense", 128): {"block": 64, "num_warps": 4, "num_stages": 3, "programs": 264, "many": 1056},
+    ("dense", 128): {"block": 64, "num_warps": 4, "num_stages": 3, "programs": 264, "many": 264},
     ("dense", 256): {"block": 32, "num_warps": 4, "num_stages": 3, "programs": 264, "many": 1056},
     ("index", 64): {"block": 64, "num_warps": 4, "num_stages": 5, "programs": 264, "many": 1056},
     ("index", 128): {"block": 64, "num_warps": 4, "num_stages": 5, "programs": 264, "many": 1056},
@@ -199,12 +201,14 @@ def merge_kernel(
     merge_splits(partial, partial_lse, out, lse, row, row >= 0, D, BD, NUM_SPLITS, SPLITS, TILE)
 
 
-def config_for(mode: str, head_dim: int, num_pairs: int, itemsize: int, num_rows: int) -> dict:
+def config_for(mode: str, head_dim: int, num_pairs: int, num_slots: int, itemsize: int, num_rows: int) -> dict:
     """The pinned launch numbers: mode dense or index, num_pairs sequences x KV heads, num_rows of the query tile."""
     config = {"fused": True} | CONFIGS[mode, max(64, triton.next_power_of_2(head_dim))]
     many = config.pop("many")
     if num_pairs > 64:
         config["programs"] = many
+    elif mode == "dense" and head_dim == 128 and num_slots >= LONG:
+        config |= {"block": 128, "num_warps": 8, "programs": 132}
     if itemsize == 4:
         config["block"] = max(16, config["block"] // 2)
     if num_rows > 32:
@@ -215,7 +219,7 @@ def config_for(mode: str, head_dim: int, num_pairs: int, itemsize: int, num_rows
 def plan(mode: str, num_pairs: int, num_slots: int, group: int, head_dim: int, itemsize: int, config: dict | None) -> dict:
     """Launch numbers and constexprs of a geometry; nothing here depends on what tensors hold."""
     rows = min(MAX_ROWS, max(16, triton.next_power_of_2(group)))
-    config = config_for(mode, head_dim, num_pairs, itemsize, rows) | (config or {})
+    config = config_for(mode, head_dim, num_pairs, num_slots, itemsize, rows) | (config or {})
     block, block_dim = config["block"], max(16, triton.next_power_of_2(head_dim))
     num_programs = num_pairs * triton.cdiv(group, rows)
     num_splits = max(1, min(config["programs"] // num_programs, triton.cdiv(num_slots, block), MAX_SPLITS))

@@ -1,3 +1,4 @@
-from kernels.prefill_attention.api import prefill_attention
+from kernels.prefill_attention.api import lists_of, prefill_attention
+from kernels.prefill_attention.sdpa import backend_of
 
-__all__ = ["prefill_attention"]
+__all__ = ["backend_of", "lists_of", "prefill_attention"]

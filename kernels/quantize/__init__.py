@@ -1,3 +1,3 @@
-from kernels.quantize.api import dequantize_rows, quantize_rows
+from kernels.quantize.api import KVFormat, Part, QuantKV, allocate, dequantize, dequantize_rows, quantize, quantize_rows
 
-__all__ = ["dequantize_rows", "quantize_rows"]
+__all__ = ["KVFormat", "Part", "QuantKV", "allocate", "dequantize", "dequantize_rows", "quantize", "quantize_rows"]

@@ -1,5 +1,8 @@
 """Bytes: what is held equals the formula, stays under the budget, and nothing can hide from the ledger."""
 
+import collections
+import dataclasses
+
 import pytest
 import torch
 
@@ -89,6 +92,41 @@ class Hoarder(Window):
         return layer
 
 
+def hide_in(place):
+    """A window that keeps the dense prompt where `place(layer, tensor)` puts it."""
+
+    class Hider(Window):
+        def make_layer(self, layer_idx):
+            layer = super().make_layer(layer_idx)
+            place(layer, torch.zeros(2, 2, KV_HEADS, 200, DIM))
+            return layer
+
+    return Hider
+
+
+def in_closure(layer, tensor):
+    layer.hook = lambda: tensor
+
+
+def in_module(layer, tensor):
+    layer.net = torch.nn.ParameterList([torch.nn.Parameter(tensor)])
+
+
+def in_deque(layer, tensor):
+    layer.queue = collections.deque([tensor])
+
+
+def in_step(layer, tensor):
+    begin = layer.method.begin_step
+
+    def begin_step(seen):
+        begin(seen)
+        layer.method.step[f"kept{layer.layer_idx}"] = tensor
+
+    layer.method.begin_step = begin_step
+    layer.method.step[f"kept{layer.layer_idx}"] = tensor
+
+
 class Slicer(Window):
     """Broken on purpose: its slots are a view of a storage as large as the full cache."""
 
@@ -99,12 +137,37 @@ class Slicer(Window):
         return layer
 
 
-@pytest.mark.parametrize("broken", (Hoarder, Slicer))
+@pytest.mark.parametrize(
+    "broken",
+    (Hoarder, Slicer, hide_in(in_closure), hide_in(in_module), hide_in(in_deque), hide_in(in_step)),
+    ids=("attribute", "view", "closure", "module", "deque", "step"),
+)
 def test_hidden_memory_shows(tiny_llama, broken):
     engine = built(tiny_llama, broken(sparsity=0.8))
+    engine.decode(2)
     ledger = engine.ledger()
     assert ledger.resident_bytes > 1.5 * engine.method.planned.resident_bytes
     assert ledger.resident_bytes > engine.method.budget_bytes(engine.spec)
+
+
+class Spacious(Window):
+    """Broken on purpose: calls its dense slots headroom."""
+
+    def plan(self, spec):
+        return dataclasses.replace(super().plan(spec), headroom=200)
+
+
+class Renamer(Window):
+    """Broken on purpose: names its bytes so that they would not count."""
+
+    def tensors(self):
+        return {"workspace": [torch.zeros(5)]}
+
+
+@pytest.mark.parametrize(("broken", "message"), ((Spacious, "headroom=200 slots, more than the 24"), (Renamer, "'workspace'")))
+def test_bytes_cannot_be_renamed_away(tiny_llama, broken, message):
+    with pytest.raises(ValueError, match=message):
+        built(tiny_llama, broken(sparsity=0.8)).ledger()
 
 
 def test_sparda_frees_the_waiting_layers(tiny_llama):

@@ -20,6 +20,7 @@ from tasks.niah import Niah
 def run(tmp_path, monkeypatch):
     """Run a cell from overrides in an empty folder; returns its row."""
     monkeypatch.chdir(tmp_path)
+    register()
 
     def go(*overrides: str) -> Row:
         register()
@@ -100,6 +101,47 @@ def test_perplexity_reports_fidelity_to_full(run):
     assert (row.top1_agreement, row.kl_nats) == (1.0, pytest.approx(0.0, abs=1e-6)) and "noop" in row.flags
     row = run("method=window", "sparsity=0.9", "task=perplexity", "task.num_scored=20", "task.num_samples=2")
     assert row.kl_nats > 1e-9
+
+
+@pytest.mark.parametrize("batch", (1, 2, 3, 4))
+def test_fidelity_depends_on_neither_batch_nor_repeats(run, batch):
+    """Repeats and the samples that fill the last batch must not count."""
+    common = ("method=window", "sparsity=0.8", "task=perplexity", "task.num_scored=12", "task.num_samples=2")
+    expected = run(*common, "shape.batch_size=1", "shape.repeats=1")
+    row = run(*common, f"shape.batch_size={batch}", "shape.repeats=3")
+    assert row.kl_nats == pytest.approx(expected.kl_nats, rel=1e-3) and row.top1_agreement == expected.top1_agreement
+
+
+def test_hidden_question_holds_the_same_bytes_and_is_not_timed(run):
+    visible = run("method=window", "sparsity=0.5", "task=niah", "task.num_samples=2")
+    hidden = run("method=window", "sparsity=0.5", "task=niah", "task.num_samples=2", "question=hidden")
+    assert hidden.kv_resident_bytes == visible.kv_resident_bytes and hidden.kv_full_bytes == visible.kv_full_bytes
+    # the question's steps would make 16 decoded tokens look like enough
+    assert "short_decode" in hidden.flags and "few_prefills" in hidden.flags
+
+
+def test_full_command_reproduces_the_full_row():
+    own = "python run.py method=sparda method.predict_layers=[1] sparsity=0.7 kv_dtype=int8 'task.name=a b' seed=3"
+    assert cell.command_of_full(own) == "python run.py 'task.name=a b' seed=3 method=full"
+
+
+def test_an_unusable_store_loses_nothing(run, tmp_path, capsys):
+    (tmp_path / "outputs").mkdir()
+    (tmp_path / "outputs/rows").touch()
+    row = run("method=window", "sparsity=0.5", "task=speed")
+    assert row.status == "ok" and saved(tmp_path)["status"] == "ok"
+    assert "outputs/rows" in capsys.readouterr().err
+
+
+def test_answers_count_against_the_context(run):
+    from omegaconf import OmegaConf
+
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        limits = ["model.config.max_position_embeddings=300", "task.max_answer_tokens=100", "shape.num_new_tokens=1"]
+        cfg = compose("config", ["model=dummy", "method=full", "shape=smoke", *limits])
+    OmegaConf.resolve(cfg)
+    with pytest.raises(ValueError, match="task.max_answer_tokens=100 is 356 tokens, the model allows 300"):
+        cell.check(cfg)
 
 
 def test_ragged_last_batch_is_not_counted_twice(run):

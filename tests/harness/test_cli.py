@@ -177,3 +177,14 @@ def test_real_sweep_on_a_dummy_model(tmp_path):
     assert summary["ok"] == 2
     for file in (tmp_path / summary["sweep_dir"]).glob("*/row.json"):
         assert Row.read(file).flags == ["short_decode"]
+
+
+@pytest.mark.parametrize("where", ("file", "nowhere"))
+def test_unwritable_results_are_one_line(tmp_path, where):
+    if where == "file":
+        (tmp_path / "outputs").touch()
+    extra = [] if where == "file" else ["hydra.run.dir=/proc/nowhere"]
+    command = [sys.executable, str(CONF.parent / "run.py"), "model=dummy", "task=speed", "method=full", "logger=none", *extra]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and "results cannot be written" in done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""

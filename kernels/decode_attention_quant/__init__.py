@@ -1,0 +1,3 @@
+from kernels.decode_attention_quant.api import decode_attention_quant
+
+__all__ = ["decode_attention_quant"]
