@@ -76,7 +76,9 @@ class Search:
             )
             prompt = torch.zeros(self.shape.context_len, dtype=torch.long)
             engine.prefill_one(0, prompt)
-            engine.seen.fill_(self.shape.context_len)
+            # the other sequences stand at their first token: the same slots are held, and only valid ones are written
+            engine.seen.fill_(1)
+            engine.seen[0] = self.shape.context_len
             engine.steps_left = DECODE_STEPS
             engine.decode(DECODE_STEPS)
             if self.device.type == "cuda":

@@ -4,6 +4,7 @@ Each side (full and the method) is warmed up alone, which also gives its memory 
 batch, so that a drifting clock hits both. A side that fails keeps its own typed row, the other goes on.
 """
 
+import gc
 import hashlib
 import json
 import math
@@ -103,6 +104,7 @@ def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
     # a row of an earlier run in the same folder must not pass for this one's
     (out_dir / "row.json").unlink(missing_ok=True)
     conf = OmegaConf.to_object(cfg)
+    free_memory()
     with Progress() as progress:
         progress.say(f"loading {model_name(conf.model)}")
         device = torch.device(models.pick_device(conf.model.device))
@@ -172,8 +174,16 @@ def measure(sides: list["Side"], progress: Progress) -> None:
                 if not side.guard(next, turns[side], DONE):
                     del turns[side]
     for side in alive:
+        side.method.release()
         if side.row.status == "running":
             side.guard(side.summarise)
+
+
+def free_memory() -> None:
+    """Layers and methods hold each other: the last cell's slots go only when cycles are collected."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def fit_together(sides: list["Side"]) -> bool:
@@ -242,8 +252,7 @@ class Side:
         self.row.status, self.row.error = status, " ".join(text.split())[:500]
         self.traceback = traceback.format_exc()
         self.method.release()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
 
     def warm_up(self) -> None:
         """Samples, engine, one discarded prefill and a few steps, alone in memory: gives peaks and the ledger."""
@@ -286,8 +295,12 @@ class Side:
         bytes_per_step = hf.weight_bytes_read(self.model, self.shape.batch_size) + plan.read_bytes
         row.bound_ms_per_step = bytes_per_step / (row.ceiling_gb_per_s * 1e9) * 1000
         row.decode_impl, row.step_impl, row.kernel_impl = self.decode_impl, self.step_impl, self.impl
+        if stored == "int8" and self.impl != "reference":
+            # the fused kernel (kernels/decode_attention_quant) is not behind Slots yet: the row must not claim its speed
+            row.kernel_impl += ", int8 dequantised by torch"
         del engine
         self.method.release()
+        free_memory()
 
     def prepare(self) -> None:
         """Draw the samples and group them into batches; the last batch is filled up with earlier ones, unscored."""

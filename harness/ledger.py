@@ -1,8 +1,8 @@
 """The ledger: bytes of the storages that a method really holds, compared with what it predicted.
 
-Every tensor that can be reached from the method and its layers (attributes, containers, closures, modules) counts with its whole
-storage, once, whether the method declares it or not. So a view that keeps a large storage alive, a forgotten dense copy and an
-undeclared buffer all show. Globals of a module are not searched.
+Every tensor that can be reached from the method and its layers (attributes, containers, closures, modules) counts with its
+whole storage, once, whether the method declares it or not. So a view that keeps a large storage alive, a forgotten dense copy
+and an undeclared buffer all show. Globals of a module are not searched.
 """
 
 import gc

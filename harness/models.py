@@ -91,7 +91,7 @@ def load(conf: ModelConf, seed: int = 0) -> Loaded:
         with _path_errors(conf.path):
             model, tokenizer = _read_model(conf.path, config, dtype)
         commit = getattr(config, "_commit_hash", None)
-        source = f"hub:{conf.path}@{commit}" if commit else f"path:{conf.path} ({_fingerprint(_local(conf.path))})"
+        source = f"hub:{conf.path}@{commit}" if commit else f"path:{conf.path} ({_fingerprint(conf.path)})"
     else:
         folder, source = smollm2_folder()
         try:
@@ -274,7 +274,7 @@ def _path_errors(path: str):
 
 def _fingerprint(folder: str) -> str:
     """Changes when the folder's weights do: size and time of every weight file, 12 hex digits."""
-    files = sorted(path for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
+    files = sorted(path for path in Path(folder).expanduser().iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
     facts = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 

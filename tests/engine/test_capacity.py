@@ -11,7 +11,7 @@ SLOT = 16 * 2 * 2 * 16 * 4  # the dummy's bytes of one token: layers, K and V, K
 
 
 def run(capsys, *argv):
-    code = capacity.main(["model=dummy", "logger=none", "shape=smoke", *argv])
+    code = capacity.main(["model=dummy", "model.device=cpu", "logger=none", "shape=smoke", *argv])
     out, err = capsys.readouterr()
     return code, (json.loads(out.splitlines()[-1]) if out else None), err
 
@@ -26,7 +26,7 @@ def test_capacity_is_what_the_bytes_allow(capsys, tmp_path, monkeypatch):
 
     register()
     with initialize_config_dir(str(capacity.CONF), version_base="1.3"):
-        conf = OmegaConf.to_object(compose("config", ["model=dummy"]))
+        conf = OmegaConf.to_object(compose("config", ["model=dummy", "model.device=cpu"]))
     weights = hf.weight_bytes(models.load(conf.model).model)
     # room for 3 full caches of 256 + 16 tokens and a half one
     limit = weights + int(3.5 * (256 + 16) * SLOT)

@@ -184,7 +184,7 @@ def test_unwritable_results_are_one_line(tmp_path, where):
     if where == "file":
         (tmp_path / "outputs").touch()
     extra = [] if where == "file" else ["hydra.run.dir=/proc/nowhere"]
-    command = [sys.executable, str(CONF.parent / "run.py"), "model=dummy", "task=speed", "method=full", "logger=none", *extra]
+    command = [sys.executable, str(ROOT / "run.py"), "model=dummy", "task=speed", "method=full", "logger=none", *extra]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "results cannot be written" in done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""

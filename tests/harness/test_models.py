@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -404,7 +405,11 @@ def test_folder_gives_its_own_weights(tiny_base):
     expected = LlamaForCausalLM.from_pretrained(tiny_base)(ids).logits
     loaded = load(ModelConf(path=str(tiny_base), device="cpu"))
     assert torch.equal(loaded.model(ids).logits, expected)
-    assert (loaded.source, loaded.max_context) == (f"path:{tiny_base}", 777)
+    assert re.fullmatch(rf"path:{re.escape(str(tiny_base))} \([0-9a-f]{{12}}\)", loaded.source) and loaded.max_context == 777
+    # other weights under the same path are another source
+    weights = next(Path(tiny_base).glob("*.safetensors"))
+    os.utime(weights, ns=(1, weights.stat().st_mtime_ns + 1))
+    assert load(ModelConf(path=str(tiny_base))).source != loaded.source
 
 
 def copy(source: Path, target: Path, without: str = "") -> Path:

@@ -139,6 +139,4 @@ def test_quantize_constant_row_and_nan():
 
 def test_unknown_impl_is_an_error():
     with pytest.raises(ValueError, match="decode_attention has no implementation 'fast'"):
-        decode_attention(
-            torch.zeros(1, 1, 4), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), torch.ones(1), 1.0, "fast"
-        )
+        decode_attention(torch.zeros(1, 1, 4), torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 4), torch.ones(1), 1.0, "fast")
