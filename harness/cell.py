@@ -30,6 +30,7 @@ from harness.report.card import print_card
 from harness.report.progress import Progress
 from harness.results import Row, write_atomic
 from harness.step import can_fuse
+from kernels.check import choose
 from methods.base import Budgeted
 from methods.full import Full
 from methods.slots import name_of
@@ -84,12 +85,10 @@ def check(cfg: DictConfig) -> None:
 def choose_impls(conf, device: torch.device) -> tuple[str, str]:
     """Kernels and decode loop for impl and decode_impl; auto: Triton in a CUDA graph on a GPU, reference and eager on a CPU."""
     on_cuda = device.type == "cuda"
-    for knob, value in (("impl", "triton"), ("decode_impl", "graph")):
-        if getattr(conf, knob) == value and not on_cuda:
-            raise ValueError(f"{knob}={value} needs a CUDA device, the model is on {device.type}; use {knob}=auto")
-    impl = ("triton" if on_cuda else "reference") if conf.impl == "auto" else conf.impl
+    if conf.decode_impl == "graph" and not on_cuda:
+        raise ValueError(f"decode_impl=graph needs a CUDA device, the model is on {device.type}; use decode_impl=auto")
     decode_impl = ("graph" if on_cuda else "eager") if conf.decode_impl == "auto" else conf.decode_impl
-    return impl, decode_impl
+    return choose(conf.impl, device), decode_impl
 
 
 def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:

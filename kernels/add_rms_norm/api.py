@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels import unknown_impl
+from kernels import need_triton, unknown_impl
 
 
 def add_rms_norm(
@@ -21,6 +21,7 @@ def add_rms_norm(
         case "reference":
             from kernels.add_rms_norm import reference as chosen
         case "triton":
+            need_triton("add_rms_norm", x, weight)
             from kernels.add_rms_norm import triton as chosen
         case _:
             raise unknown_impl("add_rms_norm", impl)

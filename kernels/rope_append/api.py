@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels import unknown_impl
+from kernels import need_triton, unknown_impl
 
 
 def rope_append(
@@ -41,6 +41,7 @@ def rope_append(
         case "reference":
             from kernels.rope_append import reference as chosen
         case "triton":
+            need_triton("rope_append", qkv, k_slots, v_slots, slot)
             from kernels.rope_append import triton as chosen
         case _:
             raise unknown_impl("rope_append", impl)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels import unknown_impl
+from kernels import need_triton, unknown_impl
 
 
 def swiglu(gate_up: Tensor, impl: str = "reference") -> Tensor:
@@ -19,6 +19,7 @@ def swiglu(gate_up: Tensor, impl: str = "reference") -> Tensor:
         case "reference":
             from kernels.swiglu import reference as chosen
         case "triton":
+            need_triton("swiglu", gate_up)
             from kernels.swiglu import triton as chosen
         case _:
             raise unknown_impl("swiglu", impl)
