@@ -26,7 +26,7 @@ def main(cfg: DictConfig) -> None:
 
 def cli(argv: list[str]) -> int:
     """Run and return the exit code: 0 fine, 1 a cell failed or nothing can be written, 2 a mistake in the arguments."""
-    verbose = os.environ.get("HYDRA_FULL_ERROR") == "1"
+    before = os.environ.get("HYDRA_FULL_ERROR")
     try:
         preflight(argv)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints tracebacks of its own
@@ -35,14 +35,14 @@ def cli(argv: list[str]) -> int:
 
         return sweep.finish()
     except (ConfigError, OSError, InterpolationResolutionError) as err:
-        if verbose:
+        if before == "1":
             traceback.print_exc()
-        if isinstance(err, ConfigError):
-            print(f"error: {err}", file=sys.stderr)
-            return 2
-        why = str(err).splitlines()[0]
-        print(f"error: results cannot be written: {why}; try hydra.run.dir=<folder>", file=sys.stderr)
-        return 1
+        mistake = isinstance(err, ConfigError)
+        why = err if mistake else f"results cannot be written: {str(err).splitlines()[0]}; try hydra.run.dir=<folder>"
+        print(f"error: {why}", file=sys.stderr)
+        return 2 if mistake else 1
+    finally:
+        os.environ["HYDRA_FULL_ERROR"] = before or "0"
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def test_real_sweep_on_a_dummy_model(tmp_path):
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["ok"] == 2
     for file in (tmp_path / summary["sweep_dir"]).glob("*/row.json"):
-        assert Row.read(file).flags == ["short_decode"]
+        assert Row.read(file).flags == ["short_decode", "few_prefills"]
 
 
 @pytest.mark.parametrize("where", ("file", "nowhere"))
