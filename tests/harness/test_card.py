@@ -132,6 +132,9 @@ def test_full_alone_has_one_column():
 
 def test_header_says_what_was_measured():
     text = drawn(SPARSE, FULL, "full: reused from outputs/rows/abc.json, 2026-11-30")
+    # times of another moment are shown, but nobody is called faster
+    assert "not in turns" in text and "faster" not in text and "slower" not in text
+    assert "less" in text, "bytes compare at any time"
     for words in (
         "sparda on smollm2-135m-32k, task niah",
         "sparsity 0.8, kv_dtype fp32, context 1024, batch 1, 128 new tokens, seed 0",
