@@ -9,7 +9,6 @@ The last line of stdout is the result as JSON.
 """
 
 import argparse
-import gc
 import json
 import sys
 
@@ -20,7 +19,7 @@ from omegaconf import OmegaConf
 from harness import cell, hf, models
 from harness.config import CONF, ConfigError, choice_of, preflight
 from harness.engine import Engine
-from harness.step import can_fuse
+from harness.step import choose_step
 
 DECODE_STEPS = 2
 
@@ -34,7 +33,7 @@ class Search:
         self.model, self.shape = model, conf.shape
         self.device = next(model.parameters()).device
         self.impl, self.decode_impl = cell.choose_impls(conf, self.device)
-        self.step_impl = "fused" if self.decode_impl == "graph" and can_fuse(model) else "module"
+        self.step_impl = choose_step(model, self.decode_impl)
         self.weights = hf.weight_bytes(model)
         self.limit = limit_bytes
         self.tried: dict[int, bool] = {}
@@ -55,9 +54,7 @@ class Search:
             except torch.OutOfMemoryError:
                 self.tried[batch_size] = False
             # the exception is gone by now, and with it the frames that kept tensors alive
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            cell.free_memory()
             print(f"batch {batch_size}: {'fits' if self.tried[batch_size] else 'out of memory'}", file=sys.stderr)
         return self.tried[batch_size]
 

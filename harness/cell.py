@@ -4,6 +4,7 @@ Each side (full and the method) is warmed up alone, which also gives its memory 
 batch, so that a drifting clock hits both. A side that fails keeps its own typed row, the other goes on.
 """
 
+import functools
 import gc
 import hashlib
 import json
@@ -29,7 +30,7 @@ from harness.ledger import WORKSPACE
 from harness.report.card import print_card
 from harness.report.progress import Progress
 from harness.results import Row, write_atomic
-from harness.step import can_fuse
+from harness.step import choose_step
 from kernels.check import choose
 from methods.base import Budgeted
 from methods.full import Full
@@ -128,7 +129,7 @@ def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
             side.row.flags.append("not_interleaved")
     baseline = side if side.name == "full" else full
     if baseline and baseline.row.accuracy is not None and baseline.row.accuracy < baseline.task.floor:
-        for row in {id(baseline.row): baseline.row, id(side.row): side.row}.values():
+        for row in (baseline.row, side.row):
             if "baseline_broken" not in row.flags:
                 row.flags.append("baseline_broken")
     for finished in sides:
@@ -204,8 +205,7 @@ class Side:
         self.device = next(loaded.model.parameters()).device
         self.name = choice_of(cfg.method)
         self.impl, self.decode_impl = choose_impls(conf, self.device)
-        # eager is what a user of transformers would see: the module, kernel by kernel
-        self.step_impl = "fused" if self.decode_impl == "graph" and can_fuse(loaded.model) else "module"
+        self.step_impl = choose_step(loaded.model, self.decode_impl)
         self.seed = conf.seed
         self.samples: list[dict] = []
         self.traceback: str | None = None
@@ -486,6 +486,7 @@ def find_row(like: Row) -> Row | None:
     return row if same and row.status == "ok" else None
 
 
+@functools.cache
 def code_hash() -> str:
     """12 hex digits over the source of everything that can change a measured value."""
     digest = hashlib.sha256()
@@ -495,6 +496,7 @@ def code_hash() -> str:
     return digest.hexdigest()[:12]
 
 
+@functools.cache
 def git_commit() -> str | None:
     """Commit of the checkout, with + when files differ from it; None outside git."""
     git = ["git", "-C", str(ROOT)]

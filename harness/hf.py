@@ -203,11 +203,8 @@ def attach(model: nn.Module, method: str | Method, *, max_new_tokens: int = 512,
                 impl="triton" if on_cuda else "reference",
             )
             own_prompts = [row[len(row) - length :] for row, length in zip(input_ids, lengths, strict=True)]
-            model.forward = original
-            try:
+            with plain_forward():
                 engine.prefill(nn.utils.rnn.pad_sequence(own_prompts, batch_first=True), lengths)
-            finally:
-                model.forward = forward
             given.reorder_cache = refuse_beams
             running.update(cache=given, engine=engine, width=input_ids.shape[1])
         else:
@@ -215,12 +212,18 @@ def attach(model: nn.Module, method: str | Method, *, max_new_tokens: int = 512,
             running["width"] += 1
             if attention_mask is not None and attention_mask.shape[1] != running["width"]:
                 raise ValueError(ONE_AT_A_TIME)
-            model.forward = original
-            try:
+            with plain_forward():
                 engine.score(input_ids[:, -1:])
-            finally:
-                model.forward = forward
         return CausalLMOutputWithPast(logits=engine.logits[:, None].clone(), past_key_values=given)
+
+    @contextmanager
+    def plain_forward():
+        """The engine runs the model itself."""
+        model.forward = original
+        try:
+            yield
+        finally:
+            model.forward = forward
 
     def refuse_beams(beam_idx):
         raise ValueError("attach: beam search is not supported; use num_beams=1")

@@ -23,10 +23,13 @@ def can_fuse(model: nn.Module) -> bool:
     return model.config.model_type in FUSED_FAMILIES and model.config.hidden_act == "silu"
 
 
+def choose_step(model: nn.Module, decode_impl: str) -> str:
+    """step_impl of an engine: eager is what a user of transformers would see, the module kernel by kernel."""
+    return "fused" if decode_impl == "graph" and can_fuse(model) else "module"
+
+
 class ModuleStep:
     """The step as the Hugging Face module runs it, for any supported model."""
-
-    name = "module"
 
     def __init__(self, model: nn.Module, method: Method):
         self.model, self.cache = model, hf.make_cache(method, hf.Phase())
@@ -39,8 +42,6 @@ class ModuleStep:
 
 class FusedStep:
     """The same step with joined projections and fused ops."""
-
-    name = "fused"
 
     def __init__(self, model: nn.Module, method: Method):
         self.method, self.spec = method, method.spec

@@ -4,6 +4,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import need_triton
+
 
 @triton.jit
 def append_kernel(
@@ -28,8 +30,7 @@ def append_kernel(
 
 def append(k_slots: Tensor, v_slots: Tensor, k: Tensor, v: Tensor, slot: Tensor) -> None:
     """See api.py."""
-    if not (k_slots.is_cuda or triton.knobs.runtime.interpret):
-        raise ValueError(f"append: impl=triton needs CUDA tensors, got {k_slots.device} (set impl=reference)")
+    need_triton("append", k_slots)
     batch, num_heads, num_slots = k_slots.shape[:3]
     row = k_slots[0, 0, 0].numel()
     for slots in (k_slots, v_slots):

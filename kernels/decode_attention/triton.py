@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty, float32, int32
 
+from kernels import need_triton
 from kernels.counters import take
 
 LOG2_E = 1.4426950408889634
@@ -249,8 +250,7 @@ def decode_attention(
     """See api.py."""
     batch, num_heads, head_dim = q.shape
     num_kv_heads, num_slots = k.shape[1:3]
-    if not (q.is_cuda or triton.knobs.runtime.interpret):
-        raise ValueError(f"decode_attention: impl=triton needs CUDA tensors, got {q.device} (set impl=reference)")
+    need_triton("decode_attention", q)
     if head_dim > 256 or head_dim % 8:
         raise ValueError(f"decode_attention: impl=triton has no head_dim {head_dim} (set impl=reference)")
     if not q.dtype == k.dtype == v.dtype or q.dtype.itemsize not in (2, 4):

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, empty, float32, int32, int64
 
+from kernels import need_triton
 from kernels.counters import take
 
 # slots per program
@@ -75,8 +76,7 @@ def h2o_update(
     config: dict | None = None,
 ) -> Tensor:
     """See api.py."""
-    if not (scores.is_cuda or triton.knobs.runtime.interpret):
-        raise ValueError(f"h2o_update: impl=triton needs CUDA tensors, got {scores.device} (set impl=reference)")
+    need_triton("h2o_update", scores)
     if logits.dtype != float32 or lse.dtype != float32:
         raise ValueError(f"h2o_update: impl=triton wants fp32 logits and lse, got {logits.dtype}, {lse.dtype}")
     if not all(x.is_contiguous() for x in (scores, positions, logits, lse, lengths, seen)):

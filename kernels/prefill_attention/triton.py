@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels import need_triton
+
 LN_2 = tl.constexpr(0.6931471805599453)
 
 # by head dim, 16-bit: tile of queries x tile of keys. One warpgroup holds 64 query rows of 128 wide accumulators
@@ -145,8 +147,7 @@ def config_of(dim: int, dtype: torch.dtype, block_size: int | None, config: dict
 
 def check(op: str, q: Tensor, *others: Tensor) -> None:
     """One line about what the Triton kernels of this op cannot run."""
-    if not (q.is_cuda or triton.knobs.runtime.interpret):
-        raise ValueError(f"{op}: impl=triton needs CUDA tensors, got {q.device} (set impl=reference)")
+    need_triton(op, q)
     if q.dtype not in (torch.float16, torch.bfloat16, torch.float32) or any(x.dtype != q.dtype for x in others):
         raise ValueError(f"{op}: impl=triton runs fp16, bf16 and fp32 of one dtype, got {q.dtype} (set impl=reference)")
     if q.shape[-1] not in CONFIGS:
