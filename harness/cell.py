@@ -174,9 +174,9 @@ def measure(sides: list["Side"], progress: Progress) -> None:
                 if not side.guard(next, turns[side], DONE):
                     del turns[side]
     for side in alive:
-        side.method.release()
         if side.row.status == "running":
             side.guard(side.summarise)
+        side.method.release()
 
 
 def free_memory() -> None:
@@ -437,6 +437,8 @@ class Side:
                 float(torch.stack(self.agreement).mean()),
                 float(torch.stack(self.kl).mean()),
             )
+        row.method_facts = self.method.facts()
+        row.flags += [flag for flag in self.method.flags() if flag not in row.flags]
         row.status = "ok"
 
     def save(self, out_dir: Path | None) -> None:

@@ -218,6 +218,7 @@ def blank_row(cfg: DictConfig, reproduce: str) -> Row:
     return Row(
         model=model_name(cfg.model),
         method=choice_of(cfg.method),
+        knobs=OmegaConf.to_container(cfg.method, resolve=True),
         task=choice_of(cfg.task),
         question=cfg.task.get("question", ""),
         sparsity=cfg.method.get("sparsity"),

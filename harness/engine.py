@@ -95,10 +95,12 @@ class Engine:
     def prefill_one(self, seq: int, prompt: Tensor) -> Tensor:
         """One prompt [T] into the slots of sequence `seq`, layer by layer; logits [1, V]. prefill() is what callers want."""
         self.phase.seq = seq
+        prompt = prompt.to(self.spec.device)
+        self.method.begin_prefill(seq, prompt)
         positions = torch.arange(len(prompt), device=self.spec.device)[None]
         try:
             with hf.kv_attention(self.model):
-                logits = hf.forward(self.model, prompt[None].to(self.spec.device), positions, self.cache)
+                logits = hf.forward(self.model, prompt[None], positions, self.cache)
             self.method.end_prefill(seq)
         finally:
             self.phase.seq = None

@@ -25,6 +25,8 @@ class Row:
 
     model: str = ""
     method: str = ""
+    knobs: dict = field(default_factory=dict)  # the method's resolved settings
+    method_facts: dict = field(default_factory=dict)  # what the method says about this run: Method.facts()
     task: str = ""
     question: str = ""
     sparsity: float | None = None

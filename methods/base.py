@@ -4,6 +4,7 @@ One method = one file here + one yaml in conf/method/. The life of a method in a
 
     plan(spec) -> Plan       slots and predicted bytes, before anything is allocated; ValueError when impossible
     bind(spec)               allocate: one KVLayer per layer, via make_layer
+    begin_prefill(seq, ids)  a prompt is about to go through the layers
     layer.prefill(q, k, v)   per layer and sequence, the whole prompt at once; keeps what the method keeps
     end_prefill(seq)         after the last layer of a sequence
     begin_step(seen)         once per decoded token, device only
@@ -124,8 +125,19 @@ class Method:
     def make_layer(self, layer_idx: int) -> "KVLayer":
         return KVLayer(self, layer_idx)
 
+    def begin_prefill(self, seq: int, prompt: Tensor) -> None:
+        """Prompt [T] of sequence `seq` is about to go through the layers; for methods that look at the tokens themselves."""
+
     def end_prefill(self, seq: int) -> None:
         """All layers of sequence `seq` have been prefilled."""
+
+    def facts(self) -> dict:
+        """What the row must say about this run beyond the knobs (a calibration file, a realised rate): plain JSON values."""
+        return {}
+
+    def flags(self) -> list[str]:
+        """Flags of harness.results.FLAGS that this method sets by itself, such as untrained or simulated."""
+        return []
 
     def begin_step(self, seen: Tensor) -> None:
         """What all layers of a step need, from tokens seen [B], on the device: slot of the new token, how many slots count."""
