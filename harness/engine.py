@@ -208,6 +208,6 @@ class Engine:
         """Bytes held by the method's cache, by kind."""
         return measure(self.method)
 
-    def positions(self) -> Tensor:
-        """True position held by each slot, [B, C], -1 where empty."""
-        return self.method.positions(self.seen)
+    def positions(self, layer_idx: int = 0) -> Tensor:
+        """True position held by each slot of each head of a layer, [B, Hkv, C], -1 where empty."""
+        return self.method.layers[layer_idx].positions(self.seen)

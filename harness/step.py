@@ -84,7 +84,7 @@ class FusedStep:
         step, slots = self.method.step, layer.slots
         if type(layer).decode is KVLayer.decode and type(slots) is Slots and slots.k.dtype == qkv.dtype:
             q = rope_append(qkv, cos, sin, slots.k, slots.v, step["slot"], **options)
-            out = slots.attend(q, step["lengths"], self.spec.scale)
+            out, _ = slots.attend(q, step["lengths"], self.spec.scale)
         else:
             q = rope_append(qkv, cos, sin, self.row_k, self.row_v, self.first, **options)
             out = layer.decode(q[:, :, None], self.row_k, self.row_v)[:, :, 0]

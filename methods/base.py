@@ -152,7 +152,10 @@ class Method:
         return (seen + 1).clamp(max=self.planned.num_slots)
 
     def positions(self, seen: Tensor) -> Tensor:
-        """True position held by each slot once `seen` [B] tokens have passed: [B, C], -1 where a slot is empty."""
+        """True position held by each slot once `seen` [B] tokens have passed: [B, C], -1 where a slot is empty.
+
+        Methods whose heads or layers keep different tokens say so in KVLayer.positions.
+        """
         slots = torch.arange(self.planned.num_slots, device=seen.device).expand(len(seen), -1)
         return torch.where(slots < seen[:, None], slots, -1)
 
@@ -239,7 +242,11 @@ class KVLayer:
         """One token per sequence: q [B, Hq, 1, D], k, v [B, Hkv, 1, D] -> [B, Hq, 1, D]."""
         self.slots.append(k[:, :, 0], v[:, :, 0], self.method.step["slot"])
         spec = self.method.spec
-        return self.slots.attend(q[:, :, 0], self.method.step["lengths"], spec.scale)[:, :, None]
+        return self.slots.attend(q[:, :, 0], self.method.step["lengths"], spec.scale)[0][:, :, None]
+
+    def positions(self, seen: Tensor) -> Tensor:
+        """True position held by each slot of each head, [B, Hkv, C], -1 where empty; default: all heads and layers alike."""
+        return self.method.positions(seen)[:, None].expand(-1, self.method.spec.num_kv_heads, -1)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return self.slots.tensors()

@@ -52,9 +52,12 @@ class Slots:
         """One row per sequence, k, v [B, Hkv, D], into slot [B]."""
         append(self.k, self.v, k, v, slot, self.impl)
 
-    def attend(self, q: Tensor, lengths: Tensor, scale: float) -> Tensor:
-        """Attention of q [B, Hq, D] over the first lengths [B] slots: [B, Hq, D]."""
-        return decode_attention(q, self.k.to(q.dtype), self.v.to(q.dtype), lengths, scale, self.impl)[0]
+    def attend(self, q: Tensor, lengths: Tensor, scale: float, **options) -> tuple[Tensor, Tensor]:
+        """Attention of q [B, Hq, D] over the first lengths [B] slots: out [B, Hq, D] and lse [B, Hq].
+
+        options: index, index_lens, block_size and logits of kernels.decode_attention.
+        """
+        return decode_attention(q, self.k.to(q.dtype), self.v.to(q.dtype), lengths, scale, self.impl, **options)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         """Held tensors by ledger kind."""
@@ -86,9 +89,9 @@ class Int8Slots:
         append(*self.codes, k_codes, v_codes, slot, self.impl)
         append(*self.params, k_params, v_params, slot, self.impl)
 
-    def attend(self, q: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, lengths: Tensor, scale: float, **options) -> tuple[Tensor, Tensor]:
         k, v = (dequantize_rows(c, p, q.dtype) for c, p in zip(self.codes, self.params, strict=True))
-        return decode_attention(q, k, v, lengths, scale, self.impl)[0]
+        return decode_attention(q, k, v, lengths, scale, self.impl, **options)
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return {"kv": self.codes, "scales": self.params}

@@ -133,7 +133,7 @@ def test_window_is_masked_dense(tiny_llama, length):
     mask = (column <= row) & ((row < length) | (column > row - slots))
     expected = hf_logits(model, torch.cat([ids, forced], 1), mask)[0, length - 1 :]
     assert (forced_logits(engine, ids, forced) - expected).abs().max() < 1e-4
-    held = engine.positions()[0].sort().values.tolist()
+    held = engine.positions()[0, 0].sort().values.tolist()
     assert held == [-1] * max(0, slots - total) + list(range(max(0, total - slots), total))
 
 
@@ -171,7 +171,7 @@ def test_sparda_is_masked_dense(tiny_llama, knobs):
     # pooling makes equal scores common: the earlier position stays
     index = sorted(sorted(range(71), key=lambda j: (-float(fused[j]), j))[:kept])
 
-    held = engine.positions()[0]
+    held = engine.positions()[0, 0]
     assert held[:kept].tolist() == index
     assert held[kept : kept + 20].tolist() == list(range(71, 91))
     mask = torch.ones(91, 91).tril().bool()
@@ -227,7 +227,7 @@ def test_streaming_llm_is_the_slow_rotation(tiny_llama, length):
     assert (forced_logits(engine, ids, forced) - expected).abs().max() < 2e-4
     total = length + 40
     assert total > slots, "the case must evict"
-    held = engine.positions()[0].sort().values.tolist()
+    held = engine.positions()[0, 0].sort().values.tolist()
     assert held == [0, 1, 2, 3, *range(total - (slots - 4), total)]
 
 
