@@ -268,12 +268,12 @@ class Side:
         row.kv_dtype = stored
         row.kv_full_bytes = spec.full_bytes(name_of(spec.dtype))
         row.kv_resident_bytes, row.kv_allocated_bytes = ledger.resident_bytes, ledger.allocated_bytes
-        row.kv_predicted_bytes, row.kv_ledger = plan.resident_bytes, ledger.kinds
+        row.kv_predicted_bytes, row.kv_ledger = engine.resident_bytes, ledger.kinds
         row.kv_kept_ratio = ledger.resident_bytes / row.kv_full_bytes
         row.kv_sparsity = 1 - ledger.resident_bytes / spec.full_bytes(stored)
-        row.kv_read_bytes_per_step = plan.read_bytes
-        if abs(ledger.resident_bytes - plan.resident_bytes) > 0.01 * plan.resident_bytes:
-            raise RuntimeError(f"{self.name} holds {ledger.resident_bytes} bytes, it predicted {plan.resident_bytes}")
+        row.kv_read_bytes_per_step = engine.read_bytes
+        if abs(ledger.resident_bytes - engine.resident_bytes) > 0.01 * engine.resident_bytes:
+            raise RuntimeError(f"{self.name} holds {ledger.resident_bytes} bytes, it predicted {engine.resident_bytes}")
         if isinstance(self.method, Budgeted):
             if plan.noop:
                 row.flags.append("noop")
@@ -291,7 +291,7 @@ class Side:
                 f"{self.name} grew from {ledger.allocated_bytes} to {after.allocated_bytes} bytes while it decoded"
             )
         row.ceiling_gb_per_s = timing.copy_bandwidth(self.device) / 1e9
-        bytes_per_step = hf.weight_bytes_read(self.model, self.shape.batch_size) + plan.read_bytes
+        bytes_per_step = hf.weight_bytes_read(self.model, self.shape.batch_size) + engine.read_bytes
         row.bound_ms_per_step = bytes_per_step / (row.ceiling_gb_per_s * 1e9) * 1000
         row.decode_impl, row.step_impl, row.kernel_impl = self.decode_impl, self.step_impl, self.impl
         if stored == "int8" and self.impl != "reference":

@@ -51,6 +51,8 @@ class Engine:
             device = self.spec.device.type
             raise ValueError(f"decode_impl=graph needs a CUDA device, the model is on {device}; use decode_impl=eager")
         method.bind(self.spec)
+        sliding = hf.make_sliding(model.config, self.spec)
+        self.methods = [method, sliding] if sliding else [method]
         if method.planned.headroom > max_new_tokens:
             raise ValueError(
                 f"{type(method).__name__} plans headroom={method.planned.headroom} slots, more than the {max_new_tokens} "
@@ -58,13 +60,14 @@ class Engine:
             )
         self.compress_clock = method.clock = Stopwatch(self.spec.device)
         self.phase = hf.Phase()
-        self.cache = hf.make_cache(method, self.phase)
+        layers = hf.layers_of(model.config, method, sliding)
+        self.cache = hf.make_cache(layers, self.phase)
         device = self.spec.device
         # the step reads and writes these in place: a graph can only hold addresses
         self.seen = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.token = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.logits = torch.zeros(batch_size, model.config.vocab_size, dtype=self.spec.dtype, device=device)
-        self.step = (FusedStep if step_impl == "fused" else ModuleStep)(model, method)
+        self.step = FusedStep(model, method) if step_impl == "fused" else ModuleStep(model, layers)
         self.steps_left = 0
         self.graph = self._capture() if decode_impl == "graph" else None
 
@@ -180,7 +183,8 @@ class Engine:
 
     @torch.inference_mode()
     def _launch(self) -> None:
-        self.method.begin_step(self.seen)
+        for method in self.methods:
+            method.begin_step(self.seen)
         logits = self.step(self.token, self.seen)
         self.logits.copy_(logits)
         self.token.copy_(logits.argmax(-1))
@@ -205,8 +209,18 @@ class Engine:
         return bool(torch.isfinite(self.logits).all())
 
     def ledger(self) -> Ledger:
-        """Bytes held by the method's cache, by kind."""
-        return measure(self.method)
+        """Bytes held by the cache, by kind."""
+        return sum((measure(method) for method in self.methods), Ledger({}))
+
+    @property
+    def resident_bytes(self) -> int:
+        """Predicted bytes after prefill, of the method's layers and of the others."""
+        return sum(method.planned.resident_bytes for method in self.methods)
+
+    @property
+    def read_bytes(self) -> int:
+        """Predicted KV bytes read per decode step, mean over max_new_tokens steps."""
+        return sum(method.planned.read_bytes for method in self.methods)
 
     def positions(self, layer_idx: int = 0) -> Tensor:
         """True position held by each slot of each head of a layer, [B, Hkv, C], -1 where empty."""

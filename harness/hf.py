@@ -7,19 +7,22 @@ returned key; the key carries the KVLayer it belongs to, so no global state and 
 import copy
 import difflib
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, CacheLayerMixin
+from transformers import AttentionInterface, Cache, CacheLayerMixin, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import methods
+from harness.sliding import Sliding
 from methods.base import KVLayer, Method, Spec
 
 ATTENTION = "kvgauge"
+FULL, SLIDING = "full_attention", "sliding_attention"
 ONE_AT_A_TIME = "attach: generate() must go one token at a time; assisted decoding is not supported"
 # set by model families whose attention is more than softmax(q k): silently dropping one would change the model
 UNSUPPORTED_KWARGS = ("softcap", "s_aux", "head_mask", "position_bias")
@@ -86,9 +89,9 @@ def kv_attention(model: nn.Module) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
-def make_cache(method: Method, phase: Phase) -> Cache:
-    """transformers' Cache over a bound method's layers."""
-    return Cache(layers=[CacheLayer(layer, phase) for layer in method.layers])
+def make_cache(layers: list[KVLayer], phase: Phase) -> Cache:
+    """transformers' Cache over one KVLayer per layer of the model."""
+    return Cache(layers=[CacheLayer(layer, phase) for layer in layers])
 
 
 def forward(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
@@ -102,9 +105,11 @@ def make_spec(model: nn.Module, *, batch_size: int, context_len: int, max_new_to
     weight = next(model.parameters())
     scale = next(m.scaling for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling"))
     rotary = model.get_decoder().rotary_emb
+    # hybrid models rotate each kind of layer at its own base; methods serve the full ones
+    kind = {"layer_type": FULL} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
 
     def cos_sin(positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = rotary(torch.empty(1, dtype=torch.float32, device=positions.device), position_ids=positions)
+        cos, sin = rotary(torch.empty(1, dtype=torch.float32, device=positions.device), position_ids=positions, **kind)
         return cos.float(), sin.float()
 
     return spec_of_config(
@@ -124,7 +129,7 @@ def spec_of_config(config, *, scale: float | None = None, **fields) -> Spec:
     """Spec from a model's configuration alone, without weights: what the pre-flight plans with."""
     num_q_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_q_heads
-    return Spec(
+    spec = Spec(
         num_layers=config.num_hidden_layers,
         num_q_heads=num_q_heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or num_q_heads,
@@ -132,6 +137,33 @@ def spec_of_config(config, *, scale: float | None = None, **fields) -> Spec:
         scale=head_dim**-0.5 if scale is None else scale,
         **fields,
     )
+    if not (num_sliding := layer_types(config).count(SLIDING)):
+        return spec
+    other = Sliding(window=config.sliding_window).plan(replace(spec, num_layers=num_sliding))
+    return replace(spec, num_layers=spec.num_layers - num_sliding, other_bytes=other.resident_bytes)
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """FULL or SLIDING for each layer; a window that covers the longest context of the model is none."""
+    types = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    window, limit = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    no_window = window is None or (limit and window >= limit)
+    return [FULL if no_window and kind == SLIDING else kind for kind in types]
+
+
+def make_sliding(config: PreTrainedConfig, spec: Spec) -> Sliding | None:
+    """Bound cache of the model's sliding layers, None where it has none; `spec` is the method's."""
+    if not (num_sliding := layer_types(config).count(SLIDING)):
+        return None
+    sliding = Sliding(window=config.sliding_window)
+    sliding.bind(replace(spec, num_layers=num_sliding, other_bytes=0))
+    return sliding
+
+
+def layers_of(config: PreTrainedConfig, method: Method, sliding: Method | None) -> list[KVLayer]:
+    """The KVLayer of each layer of the model, in its order."""
+    own = {FULL: iter(method.layers), SLIDING: iter(sliding.layers if sliding else ())}
+    return [next(own[kind]) for kind in layer_types(config)]
 
 
 def weight_bytes(model: nn.Module) -> int:

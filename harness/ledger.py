@@ -34,6 +34,10 @@ class Ledger:
         """Without the headroom for tokens to come, which every method that appends needs alike, and the step's workspace."""
         return self.allocated_bytes - self.kinds.get(HEADROOM, 0) - self.kinds.get(WORKSPACE, 0)
 
+    def __add__(self, other: "Ledger") -> "Ledger":
+        kinds = [*self.kinds, *(kind for kind in other.kinds if kind not in self.kinds)]
+        return Ledger({kind: self.kinds.get(kind, 0) + other.kinds.get(kind, 0) for kind in kinds})
+
 
 def measure(method: Method) -> Ledger:
     """Ledger of a bound method, over all layers and sequences."""

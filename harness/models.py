@@ -35,7 +35,9 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 ADAPTER = Path(__file__).parents[1] / "assets" / NAME
 ADAPTER_SHA256 = "7acb6f12b1ce552aaec90021c6ef2678ed79bba53c4e9628af5e2498a874f7d8"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-SUPPORTED = "decoders with rotary positions and full attention in every layer: Llama, Qwen2, Qwen3, Mistral without window"
+SUPPORTED = "decoders with rotary positions and full attention: Llama, Qwen2, Qwen3, Mistral without window, Gemma 3"
+# families whose sliding layers differ from the full ones in nothing but the window and the rotary base
+HYBRIDS = ("gemma3_text", "qwen2", "qwen3")
 WAY_OUT = f"model={NAME} or model=dummy always works"
 HUB_SECONDS = 5
 STALE_SECONDS = 3600
@@ -152,15 +154,19 @@ def _unsupported_class(model_class) -> str | None:
 
 
 def _unsupported_attention(config) -> str | None:
+    from harness import hf
+
     limit = getattr(config, "max_position_embeddings", None)
     window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or [])
-    if window is None or (limit and window >= limit):
-        layer_types.discard("sliding_attention")
-    elif not layer_types:
+    if window is not None and not getattr(config, "layer_types", None) and not (limit and window >= limit):
         return f"has a sliding window of {window} tokens"
-    if layer_types - {"full_attention"}:
-        return f"has layers of type {', '.join(sorted(layer_types - {'full_attention'}))}"
+    kinds = set(hf.layer_types(config))
+    if hf.FULL not in kinds:
+        return f"has no layer with full attention, only {', '.join(sorted(kinds))}: there is nothing to compress"
+    if kinds - ({hf.FULL, hf.SLIDING} if config.model_type in HYBRIDS else {hf.FULL}):
+        return f"has layers of type {', '.join(sorted(kinds - {hf.FULL}))}"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "attends in both directions"
     if getattr(config, "attn_logit_softcapping", None):
         return "caps its attention scores"
     if getattr(config, "kv_lora_rank", None):

@@ -20,7 +20,8 @@ FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 def can_fuse(model: nn.Module) -> bool:
     """Whether FusedStep knows this model's layers."""
-    return model.config.model_type in FUSED_FAMILIES and model.config.hidden_act == "silu"
+    config = model.config
+    return config.model_type in FUSED_FAMILIES and config.hidden_act == "silu" and set(hf.layer_types(config)) == {hf.FULL}
 
 
 def choose_step(model: nn.Module, decode_impl: str) -> str:
@@ -31,8 +32,8 @@ def choose_step(model: nn.Module, decode_impl: str) -> str:
 class ModuleStep:
     """The step as the Hugging Face module runs it, for any supported model."""
 
-    def __init__(self, model: nn.Module, method: Method):
-        self.model, self.cache = model, hf.make_cache(method, hf.Phase())
+    def __init__(self, model: nn.Module, layers: list[KVLayer]):
+        self.model, self.cache = model, hf.make_cache(layers, hf.Phase())
 
     def __call__(self, token: Tensor, seen: Tensor) -> Tensor:
         """Logits [B, V] of token [B] at positions seen [B]."""

@@ -25,7 +25,11 @@ from methods.slots import KV_DTYPES, make_slots, name_of, payload_bytes, row_byt
 
 @dataclass(frozen=True)
 class Spec:
-    """Shapes of one cell: all that a plan may depend on. context_len is the longest prompt that prefill sees."""
+    """Shapes of one cell: all that a plan may depend on. context_len is the longest prompt that prefill sees.
+
+    num_layers counts the layers that the method serves: those with full attention. other_bytes is what the model's other
+    layers (sliding windows of hybrid models) hold after prefill; it belongs to the full cache and to every budget.
+    """
 
     num_layers: int
     num_q_heads: int
@@ -39,10 +43,11 @@ class Spec:
     device: torch.device
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # positions [N] -> cos, sin [N, D] in fp32
     impl: str = "reference"
+    other_bytes: int = 0
 
     def full_bytes(self, kv_dtype: str) -> int:
         """Bytes of the dense cache after prefill, in `kv_dtype`, scales included."""
-        return self.batch_size * self.num_layers * self.context_len * self.slot_bytes(kv_dtype)
+        return self.batch_size * self.num_layers * self.context_len * self.slot_bytes(kv_dtype) + self.other_bytes
 
     def slot_bytes(self, kv_dtype: str) -> int:
         """Bytes of one slot: K and V of all heads of one token in one layer."""
@@ -199,6 +204,7 @@ class Budgeted(Method):
         full = spec.full_bytes(self.stored_dtype(spec))
         if budget >= full:
             return spec.context_len
+        fixed += spec.other_bytes
         slot = spec.num_layers * spec.slot_bytes(self.stored_dtype(spec)) + per_slot
         kept = max(0, budget - fixed) // (spec.batch_size * slot)
         if kept >= minimum:
