@@ -70,6 +70,7 @@ class Search:
                 impl=self.impl,
                 decode_impl=self.decode_impl,
                 step_impl=self.step_impl,
+                prefill_chunk=self.shape.prefill_chunk,
             )
             prompt = torch.zeros(self.shape.context_len, dtype=torch.long)
             engine.prefill_one(0, prompt)

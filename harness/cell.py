@@ -66,7 +66,8 @@ def check(cfg: DictConfig) -> None:
         name, new = "task.num_scored", conf.task.num_scored
     elif getattr(conf.task, "max_answer_tokens", 0) > new:
         name, new = "task.max_answer_tokens", conf.task.max_answer_tokens
-    if limit and shape.context_len + new > limit:
+    # a method that streams never lets two tokens look at each other from further away than its cache is long
+    if limit and shape.context_len + new > limit and not conf.method.streams:
         raise ValueError(
             f"shape.context_len={shape.context_len} + {name}={new} is {shape.context_len + new} tokens, the model allows "
             f"{limit}; longest here: shape.context_len={max(limit - new, 0)}"
@@ -324,6 +325,7 @@ class Side:
             impl=self.impl,
             decode_impl=self.decode_impl,
             step_impl=self.step_impl,
+            prefill_chunk=self.shape.prefill_chunk,
         )
 
     def run(self, reference: "Side") -> Iterator[None]:

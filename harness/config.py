@@ -60,16 +60,20 @@ class ConfigError(ValueError):
 
 @dataclass
 class ShapeConf:
-    """Lengths in tokens. repeats: timed runs per cell, of which the median is reported."""
+    """Lengths in tokens. repeats: timed runs per cell, of which the median is reported.
+
+    prefill_chunk: tokens of the prompt that go through all layers at a time; null: the whole prompt, layer by layer.
+    """
 
     context_len: int = 1024
     batch_size: int = 1
     num_new_tokens: int = 128
     repeats: int = 5
+    prefill_chunk: int | None = None
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"shape.{name}={value} is too small: it must be at least 1")
 
 
@@ -227,6 +231,7 @@ def blank_row(cfg: DictConfig, reproduce: str) -> Row:
         context_len=cfg.shape.context_len,
         batch_size=cfg.shape.batch_size,
         num_new_tokens=cfg.shape.num_new_tokens,
+        prefill_chunk=cfg.shape.prefill_chunk,
         seed=cfg.seed,
         config_hash=config_hash(cell_of(cfg)),
         started_at=datetime.now(UTC).isoformat(),

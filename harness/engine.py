@@ -18,6 +18,7 @@ from harness.timing import Clock, Stopwatch
 from methods.base import Method
 
 GRAPH_WARM_UP = 3
+STREAM_CHUNK = 512
 
 
 class Engine:
@@ -29,6 +30,8 @@ class Engine:
         max_prompt_len: longest prompt; the budget refers to it. max_new_tokens: most tokens fed or decoded after prefill.
         impl: kernels, "reference" or "triton". decode_impl: "graph" replays one CUDA graph per step, "eager" launches each
             kernel. step_impl: "module" runs the Hugging Face module, "fused" joins its projections and fuses its small ops.
+        prefill_chunk: tokens that go through all layers at a time, for prompts whose activations do not fit; None: the whole
+            prompt, layer by layer (methods that stream: STREAM_CHUNK).
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Engine:
         impl: str = "reference",
         decode_impl: str = "eager",
         step_impl: str = "module",
+        prefill_chunk: int | None = None,
     ):
         self.model, self.method, self.decode_impl = model, method, decode_impl
         self.spec = hf.make_spec(
@@ -58,6 +62,9 @@ class Engine:
                 f"{type(method).__name__} plans headroom={method.planned.headroom} slots, more than the {max_new_tokens} "
                 "tokens that can come"
             )
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1 token (None: the whole prompt at once)")
+        self.prefill_chunk = prefill_chunk or (STREAM_CHUNK if method.streams else None)
         self.compress_clock = method.clock = Stopwatch(self.spec.device)
         self.phase = hf.Phase()
         layers = hf.layers_of(model.config, method, sliding)
@@ -97,17 +104,51 @@ class Engine:
     @torch.inference_mode()
     def prefill_one(self, seq: int, prompt: Tensor) -> Tensor:
         """One prompt [T] into the slots of sequence `seq`, layer by layer; logits [1, V]. prefill() is what callers want."""
-        self.phase.seq = seq
         prompt = prompt.to(self.spec.device)
         self.method.begin_prefill(seq, prompt)
-        positions = torch.arange(len(prompt), device=self.spec.device)[None]
+        *_, logits = self._chunks(seq, prompt, 1)
+        self.method.end_prefill(seq)
+        return logits[:, -1]
+
+    def _chunks(self, seq: int, tokens: Tensor, num_logits: int) -> Iterator[Tensor]:
+        """Tokens [T] through the model in chunks; yields the last `num_logits` (0: all) logits of each, [1, n, V]."""
+        size = self.prefill_chunk or len(tokens)
+        positions = torch.arange(len(tokens), device=self.spec.device)[None]
+        self.phase.seq, self.phase.length = seq, len(tokens) if self.prefill_chunk else None
         try:
-            with hf.kv_attention(self.model):
-                logits = hf.forward(self.model, prompt[None], positions, self.cache)
-            self.method.end_prefill(seq)
+            for start in range(0, len(tokens), size):
+                self.phase.start, part = start, slice(start, start + size)
+                with hf.kv_attention(self.model):
+                    yield hf.forward(self.model, tokens[None, part], positions[:, part], self.cache, num_logits)
         finally:
-            self.phase.seq = None
-        return logits
+            self.phase.seq = self.phase.length = None
+
+    @torch.inference_mode()
+    def stream(self, token_ids: Tensor) -> Tensor:
+        """Log-probabilities [B, T - 1] (nats) of token_ids[:, 1:], each predicted from what the method still holds by then.
+
+        Args:
+            token_ids: [B, T], of any length: a method that streams holds a constant number of slots. Whatever the cache held
+                is forgotten, and decoding cannot go on from here.
+        """
+        if not self.method.streams:
+            name = type(self.method).__name__
+            raise ValueError(
+                f"{name} does not evict between chunks; use method=streaming_llm or window with method.prefill=stream"
+            )
+        rows = []
+        for seq, tokens in enumerate(token_ids.to(self.spec.device)):
+            self.method.begin_prefill(seq, tokens)
+            logprobs, start = [], 1
+            for logits in self._chunks(seq, tokens, 0):
+                wanted = tokens[start : start + logits.shape[1]]
+                start += logits.shape[1]
+                rated = logits[0, : len(wanted)].float().log_softmax(-1)
+                logprobs.append(rated.gather(1, wanted[:, None])[:, 0])
+            self.method.end_prefill(seq)
+            rows.append(torch.cat(logprobs))
+        self.steps_left = 0
+        return torch.stack(rows)
 
     def rewind(self) -> None:
         """Back to the end of the prompt, for timing the same decode again: same lengths and bytes, but a ring has moved on."""

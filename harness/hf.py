@@ -30,9 +30,14 @@ UNSUPPORTED_KWARGS = ("softcap", "s_aux", "head_mask", "position_bias")
 
 @dataclass
 class Phase:
-    """Which phase the next forward is in: the sequence that is prefilled, or None for a decode step of all."""
+    """Which phase the next forward is in: the sequence that is prefilled, or None for a decode step of all.
+
+    start, length: set when the prompt comes in chunks: the position of the next one's first token, tokens in all.
+    """
 
     seq: int | None = None
+    start: int = 0
+    length: int | None = None
 
 
 class CacheLayer(CacheLayerMixin):
@@ -48,9 +53,12 @@ class CacheLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.phase.seq is None:
+        phase = self.phase
+        if phase.seq is None:
             return self.layer.decode(q, k, v)
-        return self.layer.prefill(q, k, v, self.phase.seq)
+        if phase.length is None:
+            return self.layer.prefill(q, k, v, phase.seq)
+        return self.layer.prefill_chunk(q, k, v, phase.seq, phase.start, phase.length)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
@@ -94,10 +102,11 @@ def make_cache(layers: list[KVLayer], phase: Phase) -> Cache:
     return Cache(layers=[CacheLayer(layer, phase) for layer in layers])
 
 
-def forward(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
-    """Logits of the last token, [B, V]; input_ids and position_ids [B, T]."""
-    out = model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return out.logits[:, -1]
+def forward(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cache: Cache, num_logits: int = 1) -> Tensor:
+    """Logits of the last `num_logits` tokens, [B, num_logits, V]; input_ids and position_ids [B, T]."""
+    return model(
+        input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, logits_to_keep=num_logits
+    ).logits
 
 
 def make_spec(model: nn.Module, *, batch_size: int, context_len: int, max_new_tokens: int, impl: str) -> Spec:

@@ -35,6 +35,7 @@ class Row:
     context_len: int = 0
     batch_size: int = 0
     num_new_tokens: int = 0
+    prefill_chunk: int | None = None  # None: the whole prompt at once
     seed: int = 0
 
     # bytes after prefill; kv_full_bytes is the dense cache in the model's own dtype

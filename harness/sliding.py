@@ -17,6 +17,7 @@ class Sliding(Window):
     """A ring of the model's own `window` tokens per layer, in the model's dtype; shorter where that many cannot come."""
 
     window: int = 1
+    prefill: str = "stream"
 
     def plan(self, spec: Spec) -> Plan:
         slots = min(self.window, spec.context_len + spec.max_new_tokens)

@@ -38,7 +38,7 @@ class ModuleStep:
     def __call__(self, token: Tensor, seen: Tensor) -> Tensor:
         """Logits [B, V] of token [B] at positions seen [B]."""
         with hf.kv_attention(self.model):
-            return hf.forward(self.model, token[:, None], seen[:, None], self.cache)
+            return hf.forward(self.model, token[:, None], seen[:, None], self.cache)[:, 0]
 
 
 class FusedStep:

@@ -6,6 +6,7 @@ One method = one file here + one yaml in conf/method/. The life of a method in a
     bind(spec)               allocate: one KVLayer per layer, via make_layer
     begin_prefill(seq, ids)  a prompt is about to go through the layers
     layer.prefill(q, k, v)   per layer and sequence, the whole prompt at once; keeps what the method keeps
+    layer.prefill_chunk(...) instead of it, once per layer and chunk, when the engine was told to prefill in chunks
     end_prefill(seq)         after the last layer of a sequence
     begin_step(seen)         once per decoded token, device only
     layer.decode(q, k, v)    per layer
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kernels.prefill_attention import prefill_attention
-from methods.slots import KV_DTYPES, make_slots, name_of, payload_bytes, row_bytes
+from methods.slots import KV_DTYPES, Slots, make_slots, name_of, payload_bytes, row_bytes
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,8 @@ class Method:
     kv_dtype: str = "auto"
 
     memory_class: ClassVar[str] = "none"
+    # evicts between the chunks of a prompt, so that memory is constant however long the text is
+    streams: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.kv_dtype not in ("auto", *KV_DTYPES):
@@ -135,6 +138,10 @@ class Method:
 
     def end_prefill(self, seq: int) -> None:
         """All layers of sequence `seq` have been prefilled."""
+
+    def num_observed(self) -> int | None:
+        """How many of the prompt's last queries KVLayer.keep looks at, None: all. In chunks the others need not be held."""
+        return None
 
     def facts(self) -> dict:
         """What the row must say about this run beyond the knobs (a calibration file, a realised rate): plain JSON values."""
@@ -240,8 +247,35 @@ class KVLayer:
             self.keep(q, k, v, seq)
         return out
 
+    def prefill_chunk(self, q: Tensor, k: Tensor, v: Tensor, seq: int, start: int, length: int) -> Tensor:
+        """Tokens start .. start + n - 1 of a prompt of `length`: q [1, Hq, n, D], k, v [1, Hkv, n, D] -> [1, Hq, n, D].
+
+        Default: the layer's whole prompt waits in dense scratch memory for the last chunk, then `keep` decides as ever.
+        """
+        stop, num_observed = start + q.shape[2], self.method.num_observed()
+        # what is stored as it comes needs no scratch
+        in_place = type(self).keep is KVLayer.keep and type(self.slots) is Slots and self.slots.k.dtype == k.dtype
+        if in_place:
+            self.slots.store(seq, start, k, v)
+            keys, values = (x[seq, :, :stop][None] for x in (self.slots.k, self.slots.v))
+        else:
+            if start == 0:
+                shape = (1, k.shape[1], length, k.shape[3])
+                self.scratch, self.queries = (k.new_empty(shape), v.new_empty(shape)), q[:, :, :0]
+            for scratch, rows in zip(self.scratch, (k, v), strict=True):
+                scratch[:, :, start:stop] = rows
+            keys, values = (scratch[:, :, :stop] for scratch in self.scratch)
+            queries = torch.cat([self.queries, q], dim=2)
+            self.queries = queries if num_observed is None else queries[:, :, max(0, queries.shape[2] - num_observed) :].clone()
+        out = prefill_attention(q, keys, values, self.method.spec.scale)
+        if stop == length and not in_place:
+            with self.method.clock:
+                self.keep(self.queries, keys, values, seq)
+            del self.scratch, self.queries
+        return out
+
     def keep(self, q: Tensor, k: Tensor, v: Tensor, seq: int) -> None:
-        """Store what the method keeps of this layer's prompt."""
+        """Store what the method keeps of this layer's prompt; q may be only its last queries (Method.num_observed)."""
         self.slots.store(seq, 0, k, v)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

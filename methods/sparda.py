@@ -67,6 +67,9 @@ class SparDA(Budgeted):
         extra = {"index": spec.batch_size * kept * index_bytes + offset_bytes} if kept < spec.context_len else None
         return self.plan_slots(spec, kept, grows=True, extra=extra)
 
+    def num_observed(self) -> int | None:
+        return None if self.observe == "all" else self.observe
+
     def bind(self, spec: Spec) -> None:
         super().bind(spec)
         if not self.planned.noop:
