@@ -23,10 +23,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
-from harness import hf, models, timing, tracking
+from harness import hf, models, recurrent, timing, tracking
 from harness.config import blank_row, choice_of, model_name
 from harness.engine import Engine
 from harness.ledger import WORKSPACE
+from harness.recurrent import is_recurrent
 from harness.report.card import print_card
 from harness.report.progress import Progress
 from harness.results import Row, write_atomic
@@ -45,7 +46,9 @@ WARM_UP_STEPS = 8
 NOISY = 3  # p95 over median of the step times above which something else had the machine
 DONE = object()
 # what can change a measured value; the card, W&B and the command line cannot
-MEASURING_CODE = [f"harness/{name}.py" for name in ("cell", "engine", "hf", "ledger", "models", "step", "timing")]
+MEASURING_CODE = [
+    f"harness/{name}.py" for name in ("cell", "engine", "hf", "ledger", "models", "recurrent", "sliding", "step", "timing")
+]
 MEASURING_CODE += ["methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py"]
 
 
@@ -60,7 +63,8 @@ def check(cfg: DictConfig) -> None:
     device = torch.device(models.pick_device(conf.model.device))
     dtype = models.pick_dtype(conf.model.dtype, device.type)
     shape = conf.shape
-    limit = getattr(config, "max_position_embeddings", None)
+    # a recurrent model goes on for ever
+    limit = None if is_recurrent(config) else getattr(config, "max_position_embeddings", None)
     name, new = "shape.num_new_tokens", shape.num_new_tokens
     if conf.task.mode == "score":
         name, new = "task.num_scored", conf.task.num_scored
@@ -72,7 +76,10 @@ def check(cfg: DictConfig) -> None:
             f"shape.context_len={shape.context_len} + {name}={new} is {shape.context_len + new} tokens, the model allows "
             f"{limit}; longest here: shape.context_len={max(limit - new, 0)}"
         )
-    spec = hf.spec_of_config(
+    if is_recurrent(config):
+        recurrent.check(config, conf.method, shape.batch_size)
+    spec_of_config = (recurrent if is_recurrent(config) else hf).spec_of_config
+    spec = spec_of_config(
         config,
         batch_size=shape.batch_size,
         context_len=shape.context_len,
@@ -205,6 +212,7 @@ class Side:
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
         self.device = next(loaded.model.parameters()).device
         self.name = choice_of(cfg.method)
+        self.recurrent = is_recurrent(loaded.model.config)
         self.impl, self.decode_impl = choose_impls(conf, self.device)
         self.step_impl = choose_step(loaded.model, self.decode_impl)
         self.seed = conf.seed
@@ -218,7 +226,9 @@ class Side:
         self.row.versions = versions() | {"weights": loaded.source}
         self.row.code_hash = code_hash()
         self.row.git_commit = git_commit()
-        self.row.memory_class = self.method.memory_class
+        self.row.memory_class = "fixed_state" if self.recurrent else self.method.memory_class
+        if self.recurrent and recurrent.slow_kernels(loaded.model.config):
+            self.row.flags.append("slow_kernels")
         self.ttft_ms: list[float] = []
         self.prefill_ms: list[float] = []
         self.compress_ms: list[float] = []
@@ -315,7 +325,7 @@ class Side:
         self.max_new_tokens = longest_forced + answer
 
     def build(self) -> Engine:
-        return Engine(
+        return recurrent.engine_class(self.model.config)(
             self.model,
             self.method,
             batch_size=self.shape.batch_size,

@@ -15,7 +15,7 @@ from harness import hf
 from harness.ledger import Ledger, measure
 from harness.step import FusedStep, ModuleStep
 from harness.timing import Clock, Stopwatch
-from methods.base import Method
+from methods.base import Method, Spec
 
 GRAPH_WARM_UP = 3
 STREAM_CHUNK = 512
@@ -47,36 +47,40 @@ class Engine:
         step_impl: str = "module",
         prefill_chunk: int | None = None,
     ):
-        self.model, self.method, self.decode_impl = model, method, decode_impl
-        self.spec = hf.make_spec(
-            model, batch_size=batch_size, context_len=max_prompt_len, max_new_tokens=max_new_tokens, impl=impl
+        spec = hf.make_spec(model, batch_size=batch_size, context_len=max_prompt_len, max_new_tokens=max_new_tokens, impl=impl)
+        self._set_up(
+            model, method, spec, decode_impl, STREAM_CHUNK if prefill_chunk is None and method.streams else prefill_chunk
         )
-        if decode_impl == "graph" and self.spec.device.type != "cuda":
-            device = self.spec.device.type
-            raise ValueError(f"decode_impl=graph needs a CUDA device, the model is on {device}; use decode_impl=eager")
-        method.bind(self.spec)
-        sliding = hf.make_sliding(model.config, self.spec)
-        self.methods = [method, sliding] if sliding else [method]
         if method.planned.headroom > max_new_tokens:
             raise ValueError(
                 f"{type(method).__name__} plans headroom={method.planned.headroom} slots, more than the {max_new_tokens} "
                 "tokens that can come"
             )
+        sliding = hf.make_sliding(model.config, self.spec)
+        self.methods = [method, sliding] if sliding else [method]
+        layers = hf.layers_of(model.config, method, sliding)
+        self.phase = hf.Phase()
+        self.cache = hf.make_cache(layers, self.phase)
+        self.step = FusedStep(model, method) if step_impl == "fused" else ModuleStep(model, layers)
+        self.graph = self._capture() if decode_impl == "graph" else None
+
+    def _set_up(self, model: nn.Module, method: Method, spec: Spec, decode_impl: str, prefill_chunk: int | None) -> None:
+        """What every engine has: the bound method and the tensors of the step."""
+        self.model, self.method, self.spec, self.decode_impl = model, method, spec, decode_impl
+        if decode_impl == "graph" and spec.device.type != "cuda":
+            raise ValueError(
+                f"decode_impl=graph needs a CUDA device, the model is on {spec.device.type}; use decode_impl=eager"
+            )
         if prefill_chunk is not None and prefill_chunk < 1:
             raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1 token (None: the whole prompt at once)")
-        self.prefill_chunk = prefill_chunk or (STREAM_CHUNK if method.streams else None)
-        self.compress_clock = method.clock = Stopwatch(self.spec.device)
-        self.phase = hf.Phase()
-        layers = hf.layers_of(model.config, method, sliding)
-        self.cache = hf.make_cache(layers, self.phase)
-        device = self.spec.device
+        self.prefill_chunk = prefill_chunk
+        method.bind(spec)
+        self.compress_clock = method.clock = Stopwatch(spec.device)
         # the step reads and writes these in place: a graph can only hold addresses
-        self.seen = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.token = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.logits = torch.zeros(batch_size, model.config.vocab_size, dtype=self.spec.dtype, device=device)
-        self.step = FusedStep(model, method) if step_impl == "fused" else ModuleStep(model, layers)
+        self.seen = torch.zeros(spec.batch_size, dtype=torch.long, device=spec.device)
+        self.token = torch.zeros(spec.batch_size, dtype=torch.long, device=spec.device)
+        self.logits = torch.zeros(spec.batch_size, model.config.vocab_size, dtype=spec.dtype, device=spec.device)
         self.steps_left = 0
-        self.graph = self._capture() if decode_impl == "graph" else None
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:

@@ -103,7 +103,7 @@ def load(conf: ModelConf, seed: int = 0) -> Loaded:
     model = model.to(device).eval().requires_grad_(False)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-    return Loaded(model, tokenizer, source, config.get_text_config().max_position_embeddings)
+    return Loaded(model, tokenizer, source, getattr(config.get_text_config(), "max_position_embeddings", sys.maxsize))
 
 
 def read_config(conf: ModelConf):
@@ -130,8 +130,12 @@ def check_supported(config) -> None:
     """ValueError of one line when the engine cannot hold this model's KV cache."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from harness.recurrent import is_recurrent
+
     text = config.get_text_config()
     reason = None
+    if is_recurrent(config):
+        return
     if config.is_encoder_decoder:
         reason = "is an encoder-decoder"
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
