@@ -86,6 +86,7 @@ def check(cfg: DictConfig) -> None:
         max_new_tokens=new,
         dtype=dtype,
         device=device,
+        tp_size=conf.model.tp_size,
     )
     conf.method.plan(spec)
     choose_impls(conf, device)
@@ -140,6 +141,9 @@ def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
         for row in (baseline.row, side.row):
             if "baseline_broken" not in row.flags:
                 row.flags.append("baseline_broken")
+    if models.rank():
+        # all ranks measure the same, the first one reports it
+        return side.row
     for finished in sides:
         finished.save(out_dir if finished is side else None)
     write_atomic(out_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))

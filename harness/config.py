@@ -231,6 +231,7 @@ def blank_row(cfg: DictConfig, reproduce: str) -> Row:
         context_len=cfg.shape.context_len,
         batch_size=cfg.shape.batch_size,
         num_new_tokens=cfg.shape.num_new_tokens,
+        tp_size=cfg.model.tp_size,
         prefill_chunk=cfg.shape.prefill_chunk,
         seed=cfg.seed,
         config_hash=config_hash(cell_of(cfg)),

@@ -131,19 +131,21 @@ def make_spec(model: nn.Module, *, batch_size: int, context_len: int, max_new_to
         device=weight.device,
         rotary=cos_sin,
         impl=impl,
+        tp_size=model.tp_size or 1,
     )
 
 
-def spec_of_config(config, *, scale: float | None = None, **fields) -> Spec:
-    """Spec from a model's configuration alone, without weights: what the pre-flight plans with."""
+def spec_of_config(config, *, scale: float | None = None, tp_size: int = 1, **fields) -> Spec:
+    """Spec from a model's configuration alone, without weights: what the pre-flight plans with. Heads are those of one rank."""
     num_q_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_q_heads
     spec = Spec(
         num_layers=config.num_hidden_layers,
-        num_q_heads=num_q_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_q_heads,
+        num_q_heads=num_q_heads // tp_size,
+        num_kv_heads=(getattr(config, "num_key_value_heads", None) or num_q_heads) // tp_size,
         head_dim=head_dim,
         scale=head_dim**-0.5 if scale is None else scale,
+        tp_size=tp_size,
         **fields,
     )
     if not (num_sliding := layer_types(config).count(SLIDING)):
@@ -175,17 +177,22 @@ def layers_of(config: PreTrainedConfig, method: Method, sliding: Method | None) 
     return [next(own[kind]) for kind in layer_types(config)]
 
 
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be distributed."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, each storage once."""
-    tensors = [*model.parameters(), *model.buffers()]
+    """Bytes of all parameters and buffers on this rank, each storage once."""
+    tensors = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def weight_bytes_read(model: nn.Module, batch_size: int) -> int:
     """Weight bytes that one decode step must read: all but the embedding table, of which it reads B rows (unless tied)."""
-    table = model.get_input_embeddings().weight
+    table = local(model.get_input_embeddings().weight)
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight.data_ptr() == table.data_ptr()
+    tied = head is not None and local(head.weight).data_ptr() == table.data_ptr()
     skipped = 0 if tied else (table.shape[0] - batch_size) * table.shape[1] * table.element_size()
     return weight_bytes(model) - max(0, skipped)
 

@@ -45,12 +45,16 @@ STALE_SECONDS = 3600
 
 @dataclass
 class ModelConf:
-    """The model group: `path` wins over the source that `name` stands for, `config` asks for random weights."""
+    """The model group: `path` wins over the source that `name` stands for, `config` asks for random weights.
+
+    tp_size: tensor parallelism over so many processes, started by torchrun.
+    """
 
     name: str = NAME
     path: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    tp_size: int = 1
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -86,21 +90,24 @@ def load(conf: ModelConf, seed: int = 0) -> Loaded:
     device = pick_device(conf.device)
     dtype = pick_dtype(conf.dtype, device)
     config = read_config(conf)
+    check_ranks(conf, config)
     if conf.config:
         model, tokenizer = _random_model(config, dtype, device, seed), ByteTokenizer()
         source = f"random:{config.model_type} (seed {seed})"
     elif conf.path:
         with _path_errors(conf.path):
-            model, tokenizer = _read_model(conf.path, config, dtype)
+            model, tokenizer = _read_model(conf.path, config, dtype, conf.tp_size)
         commit = getattr(config, "_commit_hash", None)
         source = f"hub:{conf.path}@{commit}" if commit else f"path:{conf.path} ({_fingerprint(conf.path)})"
     else:
         folder, source = smollm2_folder()
         try:
-            model, tokenizer = _read_model(str(folder), config, dtype)
+            model, tokenizer = _read_model(str(folder), config, dtype, conf.tp_size)
         except _load_errors() as err:
             raise ValueError(f"{folder} is damaged ({_one_line(err)}): delete it and run again") from err
-    model = model.to(device).eval().requires_grad_(False)
+    if conf.tp_size == 1:
+        model = model.to(device)
+    model = model.eval().requires_grad_(False)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
     return Loaded(model, tokenizer, source, getattr(config.get_text_config(), "max_position_embeddings", sys.maxsize))
@@ -124,6 +131,26 @@ def read_config(conf: ModelConf):
         raise ValueError(f"model.name={conf.name} has no weights of its own: give model.path=<hub id or folder>; {WAY_OUT}")
     check_supported(config)
     return config
+
+
+def rank() -> int:
+    """Number of this process among those that torchrun started, 0 without it."""
+    return int(os.environ.get("RANK", 0))
+
+
+def check_ranks(conf: ModelConf, config) -> None:
+    """ValueError of one line when the processes and the heads do not fit model.tp_size."""
+    num_processes, size = int(os.environ.get("WORLD_SIZE", 1)), conf.tp_size
+    if size != num_processes:
+        way_out = (
+            f"start it with `torchrun --nproc-per-node {size} run.py ...`" if size > 1 else f"set model.tp_size={num_processes}"
+        )
+        raise ValueError(f"model.tp_size={size}, but {num_processes} process(es) run: {way_out}")
+    num_kv_heads = getattr(config, "num_key_value_heads", None)
+    if size > 1 and (not num_kv_heads or num_kv_heads % size):
+        raise ValueError(f"model.tp_size={size} does not divide the model's {num_kv_heads} KV heads")
+    if size > 1 and conf.config:
+        raise ValueError(f"model.tp_size={size} reads weights from a folder or the hub: set model.path instead of model.config")
 
 
 def check_supported(config) -> None:
@@ -240,13 +267,14 @@ def _random_model(config, dtype, device: str, seed: int):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _read_model(path: str, config, dtype):
-    """Model and tokenizer from a folder or the hub."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _read_model(path: str, config, dtype, tp_size: int):
+    """Model and tokenizer from a folder or the hub, this rank's part of it with tensor parallelism."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DistributedConfig
 
     where = _where(path)
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    model, info = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=dtype, output_loading_info=True)
+    spread = {"distributed_config": DistributedConfig(tp_size=tp_size)} if tp_size > 1 else {}
+    model, info = AutoModelForCausalLM.from_pretrained(**where, **spread, config=config, dtype=dtype, output_loading_info=True)
     # transformers would go on with random values
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"the weights lack {len(missing)} tensors, the first is {missing[0]}")

@@ -35,8 +35,8 @@ def check(config, method: Method, batch_size: int) -> None:
         raise ValueError(f"transformers' RWKV mixes up the {batch_size} sequences of a batch; use shape.batch_size=1")
 
 
-def spec_of_config(config, **fields) -> Spec:
-    """Spec without KV; other_bytes is the state of the whole batch."""
+def spec_of_config(config, *, tp_size: int = 1, **fields) -> Spec:
+    """Spec without KV; other_bytes is the state of the whole batch. It is not spread over ranks."""
     itemsize = fields["dtype"].itemsize
     if config.model_type == "rwkv":
         # hidden states before each mixer in the model's dtype; numerator, denominator and maximum in fp32

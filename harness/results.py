@@ -45,6 +45,7 @@ class Row:
     context_len: int = 0
     batch_size: int = 0
     num_new_tokens: int = 0
+    tp_size: int = 1  # ranks of tensor parallelism; bytes are those of one rank
     prefill_chunk: int | None = None  # None: the whole prompt at once
     seed: int = 0
 

@@ -25,8 +25,11 @@ def can_fuse(model: nn.Module) -> bool:
 
 
 def choose_step(model: nn.Module, decode_impl: str) -> str:
-    """step_impl of an engine: eager is what a user of transformers would see, the module kernel by kernel."""
-    return "fused" if decode_impl == "graph" and can_fuse(model) else "module"
+    """step_impl of an engine: eager is what a user of transformers would see, the module kernel by kernel.
+
+    Weights that are spread over ranks stay with the module, whose layers know how to add up.
+    """
+    return "fused" if decode_impl == "graph" and can_fuse(model) and not model.tp_size else "module"
 
 
 class ModuleStep:

@@ -30,6 +30,7 @@ class Spec:
 
     num_layers counts the layers that the method serves: those with full attention. other_bytes is what the model's other
     layers (sliding windows of hybrid models) hold after prefill; it belongs to the full cache and to every budget.
+    With tensor parallelism (tp_size ranks) heads and bytes are those of one rank.
     """
 
     num_layers: int
@@ -45,6 +46,7 @@ class Spec:
     rotary: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # positions [N] -> cos, sin [N, D] in fp32
     impl: str = "reference"
     other_bytes: int = 0
+    tp_size: int = 1
 
     def full_bytes(self, kv_dtype: str) -> int:
         """Bytes of the dense cache after prefill, in `kv_dtype`, scales included."""
@@ -53,6 +55,14 @@ class Spec:
     def slot_bytes(self, kv_dtype: str) -> int:
         """Bytes of one slot: K and V of all heads of one token in one layer."""
         return 2 * self.num_kv_heads * row_bytes(kv_dtype, self.head_dim)
+
+    def over_ranks(self, scores: Tensor, reduce: str) -> Tensor:
+        """Scores of this rank's heads joined with the other ranks', by "max" or "mean": the same on all ranks."""
+        if self.tp_size > 1:
+            operation = torch.distributed.ReduceOp.MAX if reduce == "max" else torch.distributed.ReduceOp.SUM
+            torch.distributed.all_reduce(scores, operation)
+            return scores if reduce == "max" else scores / self.tp_size
+        return scores
 
 
 @dataclass(frozen=True)

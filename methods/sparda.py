@@ -116,6 +116,7 @@ class SparDA(Budgeted):
         queries = None if self.observe == "all" else self.observe
         mass = column_sums(q, k, self.spec.scale, queries, self.head_reduce, self.spec.impl)[0]  # [Hkv, T]
         mass = mass.amax(0) if self.head_reduce == "max" else mass.mean(0)
+        mass = self.spec.over_ranks(mass, self.head_reduce)
         return torch.nn.functional.max_pool1d(mass[None, None], self.pool, stride=1, padding=self.pool // 2)[0, 0]
 
     def choose(self, length: int) -> Tensor:

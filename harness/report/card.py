@@ -121,6 +121,8 @@ def _header(row: Row, full: Row | None) -> Text:
         text.append(f"question {row.question}: {QUESTION_TEXTS.get(row.question, '')}\n")
     text.append(f"memory {row.memory_class}: {MEMORY_TEXTS.get(row.memory_class, '')}\n")
     text.append(f"kernels {_plain(row.kernel_impl)}, decode {_plain(row.decode_impl)}\n")
+    if row.tp_size > 1:
+        text.append(f"bytes are those of one of {row.tp_size} ranks\n")
     text.append("status ")
     text.append(row.status, style=_status_style(row))
     if row.error:
