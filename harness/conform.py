@@ -37,7 +37,7 @@ from harness.step import choose_step
 from harness.step_watch import HostWatch, StepWatch
 from kernels.check import choose
 from methods.base import Budgeted, Method, Spec
-from methods.slots import DTYPES
+from methods.slots import DTYPES, name_of
 
 VOCAB = 300
 KEYS = ("method", "sparsity", "kv_budget", "kv_dtype")
@@ -46,6 +46,7 @@ LAYERS = (3, 4, 6, 8, 12, 16, 24, 32)
 LENGTHS = (92, 248, 376, 760, 1528)
 STEPS = 40
 LONG_STEPS, LEDGER_EVERY = 200, 64
+WATCHED_STEPS = 9
 # how much worse than the same forward in the model's dtype a step may be; both are compared with fp64
 SLACK = 16
 
@@ -135,6 +136,22 @@ class Subject:
         return self.record([1])
 
     @functools.cached_property
+    def watched_steps(self) -> list[StepWatch]:
+        """Steps of a ragged batch, in which short prompts fill their slots."""
+        lengths = [self.context_len, max(1, self.kept - 6), 1]
+        engine = self.engine(len(lengths))
+        engine.prefill(self.tokens(len(lengths), self.context_len), lengths)
+        engine.decode(2)
+        watches = []
+        for _ in range(WATCHED_STEPS):
+            watch = StepWatch()
+            # decode() itself may look at the tokens, a step may not
+            with HostWatch(watch), watch:
+                engine._step()
+            watches.append(watch)
+        return watches
+
+    @functools.cached_property
     def long_run(self) -> "LongRun":
         return LongRun(self)
 
@@ -204,23 +221,31 @@ class LongRun:
         self.engine = subject.engine(2, LONG_STEPS + 8)
         self.engine.prefill(subject.tokens(2, subject.context_len))
         self.method, self.spec, self.device = self.engine.method, self.engine.spec, subject.device
-        self.ledgers: dict[int, Ledger] = {0: self.engine.ledger()}
-        self.steps(8)
+        self.ledgers: dict[int, Ledger] = {}
+        self.decoded = 0
+        self.step_to(0)
+        self.step_to(4)
 
-    def steps(self, count: int) -> None:
-        # decode() would refuse what the checks are to describe
-        for _ in range(count):
+    def step_to(self, count: int) -> None:
+        """Decode until `count` tokens have been decoded, and look."""
+        for _ in range(self.decoded, count):
+            # decode() would refuse what the checks are to describe
             self.engine._step()
-        self.ledgers[max(self.ledgers) + count] = self.engine.ledger()
+        self.decoded = count
+        self.ledgers[count] = self.engine.ledger()
 
     @functools.cached_property
     def all_ledgers(self) -> dict[int, Ledger]:
         """Ledgers by tokens decoded, up to the end."""
-        before = self.addresses()
-        live = live_bytes(self.device)
-        for stop in (*range(LEDGER_EVERY, LONG_STEPS + 8, LEDGER_EVERY), LONG_STEPS + 8):
-            self.steps(stop - max(self.ledgers))
-        self.grown, self.moved = live_bytes(self.device) - live, before != self.addresses()
+        gc.freeze()  # only what is made from here on is searched
+        try:
+            self.step_to(8)
+            before, live = self.addresses(), live_bytes(self.device)
+            for stop in (*range(LEDGER_EVERY, LONG_STEPS, LEDGER_EVERY), LONG_STEPS + 8):
+                self.step_to(stop)
+            self.grown, self.moved = live_bytes(self.device) - live, before != self.addresses()
+        finally:
+            gc.unfreeze()
         return self.ledgers
 
     def declared(self) -> list[tuple[str, Tensor]]:
@@ -232,7 +257,7 @@ class LongRun:
 
 
 def live_bytes(device: torch.device) -> int:
-    """Bytes of all tensors that Python holds, each storage once; on CUDA the allocator's count."""
+    """Bytes of tensors made since gc.freeze(), each storage once; on CUDA the allocator's count of all."""
     gc.collect()
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
@@ -335,12 +360,12 @@ def true_positions(subject: Subject) -> str:
                 for name, rows in zip("kv", trace.history(seq), strict=True):
                     true = rows.double()[heads, held.clamp(0, rows.shape[1] - 1)]  # [n, Hkv, C, D]
                     bound = storage_error(subject.kv_dtype, name, true, rows.double())
-                    if name == "k" and turn.any():
+                    if name == "k" and trace.rotates:
                         true = rotated(true, turn, inv_freq)
                         # angles are fp32: position x 2^-24 off, at three rotations
                         angle = 3 * (held.abs() + turn.abs() + 4) * 2**-24
-                        moved = true.abs().amax(-1, keepdim=True) * angle[..., None] * (turn != 0)[..., None]
-                        bound = storage_error(subject.kv_dtype, name, true, rows.double()) + moved
+                        bound = storage_error(subject.kv_dtype, name, true, rows.double())
+                        bound = bound + true.abs().amax(-1, keepdim=True) * angle[..., None]
                     off = (trace.of_steps(name, seq).double() - true).abs() - bound
                     off = off.masked_fill((held < 0)[..., None], 0)
                     if not bool((off <= 0).all()):
@@ -387,7 +412,9 @@ def gqa(subject: Subject) -> str:
     """Groups of 1, 3, 4 and 8 query heads: right, and KV heads are stored, never query heads (H2O#32, KVCache-Factory#49)."""
     for num_q_heads, num_kv_heads in ((4, 4), (6, 2), (8, 2), (8, 1)):
         group = num_q_heads // num_kv_heads
-        recording = subject.record([subject.context_len, subject.kept], 8, model=subject.model(num_q_heads, num_kv_heads))
+        model = subject.model(num_q_heads, num_kv_heads)
+        again = model is not subject.model()
+        recording = subject.record([subject.context_len, subject.kept], 8, model=model) if again else subject.full_prompt
         try:
             dense_error(recording, 0)
             dense_error(recording, 1)
@@ -425,16 +452,17 @@ def nothing_is_lost(subject: Subject, recording: Recording) -> str:
 def smallest_budget(subject: Subject) -> str:
     """At the smallest budget that is accepted nothing remote is left to choose: no empty cache, no NaN (kvpress#264, #227)."""
     subject.need_budget()
-    sparsity, kept = subject.largest_sparsity, None
-    for length in (0, 1, 2, None):
-        engine = subject.engine(1, 12, knobs={"sparsity": sparsity, "kv_budget": None})
-        kept = engine.method.planned.kept
-        length = subject.context_len if length is None else max(1, min(kept - 1 + length, subject.context_len))
-        recording = record(engine, [subject.tokens(length)], subject.tokens(1, 12, seed=99))
-        if not recording.logits.isfinite().all():
+    sparsity = subject.largest_sparsity
+    engine = subject.engine(4, 8, knobs={"sparsity": sparsity, "kv_budget": None})
+    kept = engine.method.planned.kept
+    lengths = [min(max(1, kept + more), subject.context_len) for more in (-1, 0, 1)] + [subject.context_len]
+    prompts = [subject.tokens(length, seed=number) for number, length in enumerate(lengths)]
+    recording = record(engine, prompts, subject.tokens(4, 8, seed=99))
+    for seq, length in enumerate(lengths):
+        if not recording.logits[:, seq].isfinite().all():
             raise Fault(f"sparsity={sparsity:g} keeps {kept} of {length} tokens: logits are not finite")
         try:
-            seen = dense_error(recording, 0)
+            seen = dense_error(recording, seq)
         except Fault as fault:
             raise Fault(f"sparsity={sparsity:g} keeps {kept} of {length} tokens: {fault}") from None
     return f"sparsity={sparsity:g} keeps {kept} of {subject.context_len}: {seen}"
@@ -476,7 +504,7 @@ def budget_is_met(subject: Subject) -> str:
     held = max(ledger.resident_bytes for ledger in run.ledgers.values())
     memory_class = run.method.memory_class
     if not isinstance(run.method, Budgeted):
-        dense = run.spec.full_bytes("fp32")
+        dense = run.spec.full_bytes(subject.kv_dtype if subject.kv_dtype in DTYPES else name_of(subject.dtype))
         if held > dense or (memory_class == "freed") != (held < dense):
             raise Fault(f"memory_class={memory_class}, but {held} bytes are held and the dense cache has {dense}")
         return f"no budget; memory_class={memory_class} and {held / dense:.3f} of the dense cache"
@@ -538,21 +566,21 @@ def keep_all_is_dense(subject: Subject) -> str:
     knobs = {"sparsity": 0.0, "kv_budget": None} if isinstance(subject.make(), Budgeted) else {}
     if not subject.exact:
         raise NotApplicable(f"stores {subject.kv_dtype}: its logits are not the dense ones")
-    engine = subject.engine(1, 24, knobs=knobs)
+    engine = subject.engine(1, 16, knobs=knobs)
     if not engine.method.planned.noop:
         raise Fault("sparsity=0 does not set Plan.noop: the row would not say that this is the full cache")
-    ids, forced = subject.tokens(1, subject.context_len), subject.tokens(1, 24, seed=99)
+    ids, forced = subject.tokens(1, subject.context_len), subject.tokens(1, 16, seed=99)
     logits = [engine.prefill(ids)]
-    for step in range(24):
+    for step in range(16):
         engine.score(forced[:, step : step + 1])
         logits.append(engine.logits.clone())
     with torch.no_grad():
-        dense = subject.model()(torch.cat([ids, forced], 1)).logits[0, -25:]
+        dense = subject.model()(torch.cat([ids, forced], 1)).logits[0, -17:]
     error = (torch.cat(logits) - dense).abs().max().item()
     limit = SLACK * torch.finfo(subject.dtype).eps * dense.abs().max().item() * subject.num_layers
     if not error <= limit:
         raise Fault(f"logits are {error:.2g} off the dense model's")
-    return f"25 logits, {error:.1g} off"
+    return f"17 logits, {error:.1g} off"
 
 
 def ragged_batch(subject: Subject) -> str:
@@ -560,28 +588,29 @@ def ragged_batch(subject: Subject) -> str:
     longest = subject.context_len
     lengths = [longest, 1, longest * 3 // 4, subject.kept, 2, longest - 1, max(1, subject.kept // 2), longest]
     ids = subject.tokens(8, longest)
-    forced = subject.tokens(8, 16, seed=99)
+    forced = subject.tokens(8, 12, seed=99)
     exact = subject.dtype == torch.float32
 
     def outcome(engine: Engine, prompts: Tensor, lengths: list[int], forced: Tensor) -> Tensor:
         # rounding to 16 bit depends on the batch and turns near ties round: there logits are compared
         engine.prefill(prompts, lengths)
-        return engine.decode(16) if exact else engine.score(forced, keep_logits=True)[1]
+        return engine.decode(12) if exact else engine.score(forced, keep_logits=True)[1]
 
-    engine = subject.engine(8, 16)
+    engine = subject.engine(8, 12)
     together = outcome(engine, ids, lengths, forced)
     for seq, length in enumerate(lengths):
         ids[seq, length:] = 7
     if not torch.equal(outcome(engine, ids, lengths, forced), together):
         raise Fault("other tokens in the padding change what comes out")
-    single = subject.engine(1, 16)
+    single = subject.engine(1, 12)
     limit = 0 if exact else SLACK * torch.finfo(subject.dtype).eps * together.abs().max().item()
-    for seq, length in enumerate(lengths):
+    for seq in (0, 1, 2, 3, 6):
+        length = lengths[seq]
         alone = outcome(single, ids[seq : seq + 1], [length], forced[seq : seq + 1])[0]
         differs = ((alone - together[seq]).abs() > limit).flatten(1).any(1) if not exact else alone != together[seq]
         if differs.any():
             raise Fault(f"prompt of {length}: step {int(differs.nonzero()[0])} differs between batch 1 and batch 8")
-    return f"lengths {', '.join(map(str, lengths))}: 16 {'tokens' if exact else 'logits'} each"
+    return f"lengths {', '.join(map(str, lengths))}: 12 {'tokens' if exact else 'logits'} each"
 
 
 def graph_is_eager(subject: Subject) -> str:
@@ -604,27 +633,11 @@ def graph_is_eager(subject: Subject) -> str:
     return f"{STEPS} steps over used slots, step_impl={step_impl}: equal to the bit"
 
 
-def watch_steps(subject: Subject) -> list[StepWatch]:
-    """Twelve steps of a ragged batch, in which short prompts fill their slots."""
-    lengths = [subject.context_len, max(1, subject.kept - 6), 1]
-    engine = subject.engine(len(lengths))
-    engine.prefill(subject.tokens(len(lengths), subject.context_len), lengths)
-    engine.decode(2)
-    watches = []
-    for _ in range(12):
-        watch = StepWatch()
-        # decode() itself may look at the tokens, a step may not
-        with HostWatch(watch), watch:
-            engine._step()
-        watches.append(watch)
-    return watches
-
-
 def no_host_sync(subject: Subject) -> str:
     """No step makes the host wait: no item(), no nonzero, no boolean index (vllm#48786, sglang#30815: waits cost)."""
-    watches = watch_steps(subject)
+    watches = subject.watched_steps
     if waits := [wait for watch in watches for wait in watch.waits]:
-        raise Fault(f"{len(waits)} in 12 steps, the first: {waits[0]}")
+        raise Fault(f"{len(waits)} in {WATCHED_STEPS} steps, the first: {waits[0]}")
     where = "ops watched"
     if subject.device.type == "cuda":
         engine = subject.engine(2)
@@ -640,19 +653,19 @@ def no_host_sync(subject: Subject) -> str:
             torch.cuda.set_sync_debug_mode("default")
         where = "ops watched, and CUDA's own sync check in 8 more"
     twins = sum(watch.in_twins for watch in watches)
-    return f"12 steps, {where}" + (f"; {twins} waits in PyTorch twins that no GPU runs" if twins else "")
+    return f"{WATCHED_STEPS} steps, {where}" + (f"; {twins} waits in PyTorch twins that no GPU runs" if twins else "")
 
 
 def same_ops_each_step(subject: Subject) -> str:
     """Every step has the same ops, shapes and numbers: a position counted in Python freezes in a graph (VeloxQuant-MLX#137)."""
-    first, *others = watch_steps(subject)
+    first, *others = subject.watched_steps
     for number, watch in enumerate(others, 1):
         for was, is_ in zip(first.ops, watch.ops, strict=False):
             if was != is_:
                 raise Fault(f"step {number} differs from step 0: {is_} instead of {was}")
         if len(first.ops) != len(watch.ops):
             raise Fault(f"step 0 launches {len(first.ops)} ops, step {number} {len(watch.ops)}")
-    return f"{len(first.ops)} ops, alike in 12 steps"
+    return f"{len(first.ops)} ops, alike in {WATCHED_STEPS} steps"
 
 
 def second_prompt(subject: Subject) -> str:
@@ -660,21 +673,21 @@ def second_prompt(subject: Subject) -> str:
     ids = subject.tokens(1, max(2, subject.context_len * 3 // 4), seed=5)
     used, fresh = subject.engine(1), subject.engine(1)
     used.prefill(subject.tokens(1, subject.context_len))
-    used.decode(STEPS)
+    used.decode(20)
     results = []
     for engine in (used, fresh):
         engine.prefill(ids)
-        tokens = engine.decode(24)
+        tokens = engine.decode(16)
         results.append((tokens, *(engine.positions(number) for number in range(subject.num_layers))))
     for number, (one, other) in enumerate(zip(*results, strict=True)):
         if not torch.equal(one, other):
             raise Fault(f"{f'positions of layer {number - 1}' if number else 'tokens'} differ from those of a fresh engine")
     held = used.ledger().resident_bytes
     used.rewind()
-    used.decode(24)
+    used.decode(8)
     if not used.finite() or used.ledger().resident_bytes != held:
         raise Fault("after rewind() the same steps give NaN or hold other bytes")
-    return "24 tokens and all positions as in a fresh engine; rewound, same bytes"
+    return "16 tokens and all positions as in a fresh engine; rewound, same bytes"
 
 
 def unused_slots_do_not_leak(subject: Subject) -> str:

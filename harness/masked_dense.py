@@ -25,6 +25,7 @@ class Trace:
     """One layer of a recording; lists have one entry per sequence (prompt_) or per step."""
 
     own_prefill: bool  # the layer attends to its prompt in a way of its own
+    rotates: bool  # the layer rotates stored keys again
     prompt_k: list[Tensor] = field(default_factory=list)  # [Hkv, T, D]
     prompt_v: list[Tensor] = field(default_factory=list)
     prompt_out: list[Tensor] = field(default_factory=list)  # [Hq, T, D]
@@ -90,7 +91,8 @@ def record(engine: Engine, prompts: list[Tensor], forced: Tensor) -> Recording:
 
 def _spy(layer: KVLayer) -> Trace:
     """Lets the layer note what goes in and out."""
-    trace = Trace(own_prefill=type(layer).prefill is not KVLayer.prefill)
+    own_prefill, rotates = (getattr(type(layer), n) is not getattr(KVLayer, n) for n in ("prefill", "rotated_at"))
+    trace = Trace(own_prefill, rotates)
     prefill, decode, attend = layer.prefill, layer.decode, layer.slots.attend
 
     def noted_prefill(q: Tensor, k: Tensor, v: Tensor, seq: int) -> Tensor:

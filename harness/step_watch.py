@@ -1,5 +1,6 @@
 """What a decode step asks of PyTorch, op by op: where the host would wait and what a CUDA graph would freeze; on any device."""
 
+import functools
 import re
 import sys
 from pathlib import Path
@@ -59,10 +60,16 @@ class HostWatch(TorchFunctionMode):
 def caller() -> str:
     """File and line of the nearest frame that is neither torch's nor this file's."""
     frame = sys._getframe(1)
-    torch_dir = str(Path(torch.__file__).parent)
-    while frame.f_back and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(torch_dir)):
+    while frame.f_back and not place_of(frame.f_code.co_filename):
         frame = frame.f_back
-    return f"{'/'.join(Path(frame.f_code.co_filename).parts[-3:])}:{frame.f_lineno}"
+    return f"{place_of(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+@functools.cache
+def place_of(filename: str) -> str:
+    """The end of a file's path; empty for torch's files and this one."""
+    own = filename == __file__ or filename.startswith(str(Path(torch.__file__).parent))
+    return "" if own else "/".join(Path(filename).parts[-3:])
 
 
 def describe(value) -> str:

@@ -52,11 +52,18 @@ def test_default_knobs_find_a_model_that_is_deep_enough(monkeypatch, capsys):
 
 
 def test_all_methods(monkeypatch, capsys):
+    names = conform.method_names()
+    assert {"full", "window", "sparda"} <= set(names) and "full_schema" not in names
+    monkeypatch.setattr(conform, "method_names", lambda: ["full", "window"])
     cheap(monkeypatch, sound)
-    assert main(["method=all", "kv_dtype=int8"]) == 0
-    out = capsys.readouterr().out
-    for name in conform.method_names():
-        assert f"{name}, kv_dtype int8" in out or f"{name}: not applicable: " in out
+    assert main(["method=all", "sparsity=0.9999"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.partition(":")[0] for line in out.splitlines() if line.startswith(("full", "window"))] == [
+        "full, kv_dtype fp32, keeps 92 of 92 tokens; random Llama of 3 layers in fp32 on cpu, kernels reference",
+        "window",
+    ]
+    assert "window: not applicable: sparsity=0.9999 leaves 0 slots" in out
+    assert err == "warning: method=full ignores sparsity\n"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +72,7 @@ def test_all_methods(monkeypatch, capsys):
         (["method=windw"], "unknown method 'windw': did you mean window?"),
         (["sparsity=0.8"], "give a method, as in method=window, or method=all"),
         (["method=window", "sparcity=1"], "unknown key 'sparcity': did you mean sparsity"),
-        (["method=window", "task=speed"], "task=speed: the checks use tiny models and take only method, sparsity"),
+        (["method=window", "task=speed"], "task=speed: the checks use tiny models of their own and take only method, sparsity"),
         (["method=window", "-m"], "unknown option -m"),
         (["method=window", "sparsity=0.9999"], "leaves 0 slots"),
         (["method=window,full"], "several values"),
