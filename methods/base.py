@@ -298,5 +298,9 @@ class KVLayer:
         """True position held by each slot of each head, [B, Hkv, C], -1 where empty; default: all heads and layers alike."""
         return self.method.positions(seen)[:, None].expand(-1, self.method.spec.num_kv_heads, -1)
 
+    def rotated_at(self, seen: Tensor) -> Tensor:
+        """Positions at which the last step had the slots' keys rotated, [B, Hkv, C]; default: the true ones."""
+        return self.positions(seen)
+
     def tensors(self) -> dict[str, list[Tensor]]:
         return self.slots.tensors()

@@ -59,6 +59,10 @@ class Slots:
         """
         return decode_attention(q, self.k.to(q.dtype), self.v.to(q.dtype), lengths, scale, self.impl, **options)
 
+    def rows(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [B, Hkv, C, D] as attend sees them when lengths [B] slots are filled; for tests, not for a step."""
+        return self.k, self.v
+
     def tensors(self) -> dict[str, list[Tensor]]:
         """Held tensors by ledger kind."""
         return {"kv": [self.k, self.v]}
@@ -92,6 +96,9 @@ class Int8Slots:
     def attend(self, q: Tensor, lengths: Tensor, scale: float, **options) -> tuple[Tensor, Tensor]:
         k, v = (dequantize_rows(c, p, q.dtype) for c, p in zip(self.codes, self.params, strict=True))
         return decode_attention(q, k, v, lengths, scale, self.impl, **options)
+
+    def rows(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return tuple(dequantize_rows(c, p, torch.float32) for c, p in zip(self.codes, self.params, strict=True))
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return {"kv": self.codes, "scales": self.params}

@@ -57,13 +57,16 @@ class StreamingLLM(Budgeted):
         # a ring slot not reached yet would name a sink's position
         return torch.where((held <= newest) & ((slots < self.num_sinks) | (held >= self.num_sinks)), held, -1)
 
+    def shift(self, seen: Tensor) -> Tensor:
+        """How far the sinks move up for the query at position seen [B], which stands at cache position min(seen, C - 1)."""
+        return seen - seen.clamp(max=self.planned.num_slots - 1)
+
     def begin_step(self, seen: Tensor) -> None:
         super().begin_step(seen)
         if self.planned.noop:
             return
         sinks = torch.arange(self.num_sinks, device=seen.device)
-        # the query stands at cache position min(seen, C - 1): sink i is that many places minus i behind it
-        shift = seen - seen.clamp(max=self.planned.num_slots - 1)
+        shift = self.shift(seen)
         self.step["sink_cos"], self.step["sink_sin"] = self.rotary(shift[:, None] + sinks)  # [B, 1, S, D]
         self.step["cos"], self.step["sin"] = self.rotary(seen[:, None])  # [B, 1, 1, D]
         self.step["is_sink"] = (sinks == seen[:, None])[:, None, :, None]  # [B, 1, S, 1]
@@ -118,6 +121,11 @@ class StreamingLayer(KVLayer):
         self.unrotated.copy_(torch.where(step["is_sink"], fresh, self.unrotated))
         self.slots.overwrite_keys(0, rotate(self.unrotated, step["sink_cos"], step["sink_sin"]).to(k.dtype))
         return super().decode(q, k, v)
+
+    def rotated_at(self, seen: Tensor) -> Tensor:
+        held = self.positions(seen).clone()
+        held[:, :, : self.method.num_sinks] += self.method.shift(seen - 1)[:, None, None]
+        return held
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return self.slots.tensors() | {"sink_copies": [self.unrotated]}
