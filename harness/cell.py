@@ -264,13 +264,12 @@ class Side:
         row, spec = self.row, engine.spec
         row.peak_prefill_bytes = timing.peak_bytes(self.device)
         ledger, plan = engine.ledger(), self.method.planned
-        stored = self.method.stored_dtype(spec)
-        row.kv_dtype = stored
+        row.kv_dtype = self.method.stored_dtype(spec)
         row.kv_full_bytes = spec.full_bytes(name_of(spec.dtype))
         row.kv_resident_bytes, row.kv_allocated_bytes = ledger.resident_bytes, ledger.allocated_bytes
         row.kv_predicted_bytes, row.kv_ledger = plan.resident_bytes, ledger.kinds
         row.kv_kept_ratio = ledger.resident_bytes / row.kv_full_bytes
-        row.kv_sparsity = 1 - ledger.resident_bytes / spec.full_bytes(stored)
+        row.kv_sparsity = 1 - ledger.resident_bytes / self.method.full_bytes(spec)
         row.kv_read_bytes_per_step = plan.read_bytes
         if abs(ledger.resident_bytes - plan.resident_bytes) > 0.01 * plan.resident_bytes:
             raise RuntimeError(f"{self.name} holds {ledger.resident_bytes} bytes, it predicted {plan.resident_bytes}")
@@ -294,9 +293,6 @@ class Side:
         bytes_per_step = hf.weight_bytes_read(self.model, self.shape.batch_size) + plan.read_bytes
         row.bound_ms_per_step = bytes_per_step / (row.ceiling_gb_per_s * 1e9) * 1000
         row.decode_impl, row.step_impl, row.kernel_impl = self.decode_impl, self.step_impl, self.impl
-        if stored == "int8" and self.impl != "reference":
-            # the fused kernel (kernels/decode_attention_quant) is not behind Slots yet: the row must not claim its speed
-            row.kernel_impl += ", int8 dequantised by torch"
         del engine
         self.method.release()
         free_memory()

@@ -11,7 +11,9 @@ One method = one file here + one yaml in conf/method/. The life of a method in a
     layer.decode(q, k, v)    per layer
 """
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.prefill_attention import prefill_attention
-from methods.slots import KV_DTYPES, make_slots, name_of, payload_bytes, row_bytes
+from methods.slots import BLOCK, KV_DTYPES, format_of, make_slots, name_of
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,15 @@ class Spec:
     impl: str = "reference"
 
     def full_bytes(self, kv_dtype: str) -> int:
-        """Bytes of the dense cache after prefill, in `kv_dtype`, scales included."""
-        return self.batch_size * self.num_layers * self.context_len * self.slot_bytes(kv_dtype)
+        """Bytes of the dense cache after prefill in `kv_dtype`: scales, int4's 16-bit tail and the filling of tiles included."""
+        held = format_of(kv_dtype, self.head_dim).held_bytes(
+            self.batch_size, self.num_kv_heads, self.context_len, self.head_dim
+        )
+        return self.num_layers * sum(held.values())
 
     def slot_bytes(self, kv_dtype: str) -> int:
-        """Bytes of one slot: K and V of all heads of one token in one layer."""
-        return 2 * self.num_kv_heads * row_bytes(kv_dtype, self.head_dim)
+        """Bytes of one slot: K and V of all heads of one token in one layer; int4: once it is sealed."""
+        return format_of(kv_dtype, self.head_dim).read_bytes(self.num_kv_heads, self.head_dim, BLOCK) // BLOCK
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ class Method:
     kv_dtype: str = "auto"
 
     memory_class: ClassVar[str] = "none"
+    # whether new tokens go to slots that older ones held: then int4 cannot seal them in blocks
+    overwrites: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.kv_dtype not in ("auto", *KV_DTYPES):
@@ -83,6 +90,35 @@ class Method:
     def stored_dtype(self, spec: Spec) -> str:
         """kv_dtype with `auto` resolved to the model's."""
         return name_of(spec.dtype) if self.kv_dtype == "auto" else self.kv_dtype
+
+    def formats(self, spec: Spec) -> list:
+        """How each layer is stored, PlainFormat or KVFormat; ValueError where this method or model cannot be."""
+        format = format_of(self.stored_dtype(spec), spec.head_dim)
+        if self.overwrites and not format.overwrites:
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype} seals tokens in blocks, and {type(self).__name__} overwrites single slots; "
+                "use kv_dtype=int8 or kv_dtype=fp8"
+            )
+        return [format] * spec.num_layers
+
+    def held_bytes(self, spec: Spec, num_slots: int) -> dict[str, int]:
+        """Bytes of `num_slots` slots in every layer, by ledger kind."""
+        held: Counter = Counter()
+        for format, count in Counter(self.formats(spec)).items():
+            by_kind = format.held_bytes(spec.batch_size, spec.num_kv_heads, num_slots, spec.head_dim)
+            held.update({kind: count * size for kind, size in by_kind.items() if size})
+        return dict(held)
+
+    def read_bytes(self, spec: Spec, lengths: Sequence[int]) -> int:
+        """KV bytes that a step reads over all layers and sequences, mean over steps in which `lengths` slots count."""
+        total = 0
+        for format, count in Counter(self.formats(spec)).items():
+            total += count * sum(format.read_bytes(spec.num_kv_heads, spec.head_dim, length) for length in lengths)
+        return spec.batch_size * total // len(lengths)
+
+    def full_bytes(self, spec: Spec) -> int:
+        """Bytes of the dense cache after prefill, stored as this method stores it."""
+        return spec.full_bytes(self.stored_dtype(spec))
 
     def plan(self, spec: Spec) -> Plan:
         """Slots and predicted bytes for these shapes; ValueError with one line when they are impossible."""
@@ -96,18 +132,18 @@ class Method:
         """
         noop = kept >= spec.context_len
         grows = grows or noop
-        rows = spec.batch_size * spec.num_layers * 2 * spec.num_kv_heads
-        kv_dtype = self.stored_dtype(spec)
-        payload = payload_bytes(kv_dtype, spec.head_dim)
-        ledger = {"kv": rows * kept * payload}
-        if scales := row_bytes(kv_dtype, spec.head_dim) - payload:
-            ledger["scales"] = rows * kept * scales
-        mean_slots = kept + (spec.max_new_tokens + 1) / 2 if grows else kept
+        if not (grows or self.overwrites or all(format.overwrites for format in self.formats(spec))):
+            raise ValueError(
+                f"{type(self).__name__} overwrites slots without saying so: set overwrites = True in it, or use kv_dtype=int8"
+            )
+        ledger = Counter(self.held_bytes(spec, kept))
+        ledger.update(extra or {})
+        lengths = range(kept + 1, kept + spec.max_new_tokens + 1) if grows else [kept]
         return Plan(
             kept=kept,
             headroom=spec.max_new_tokens if grows else 0,
-            ledger=ledger | (extra or {}),
-            read_bytes=int(rows * mean_slots * row_bytes(kv_dtype, spec.head_dim)) + extra_read,
+            ledger=dict(ledger),
+            read_bytes=self.read_bytes(spec, lengths) + extra_read,
             noop=noop,
         )
 
@@ -185,7 +221,7 @@ class Budgeted(Method):
         if self.kv_budget is not None:
             return int(self.kv_budget * spec.full_bytes("bf16"))
         # the slack of 1e-9 keeps 1 - 0.8 from losing a slot to binary rounding
-        return int((1 - self.sparsity) * spec.full_bytes(self.stored_dtype(spec)) + 1e-6)
+        return int((1 - self.sparsity) * self.full_bytes(spec) + 1e-6)
 
     def solve(self, spec: Spec, minimum: int, why: str, per_slot: int = 0, fixed: int = 0) -> int:
         """Slots per layer that the budget buys; all of context_len when it covers the prompt.
@@ -195,15 +231,18 @@ class Budgeted(Method):
             per_slot: further bytes per slot and sequence, once for all layers (an index, positions).
             fixed: further bytes whatever the number of slots.
         """
-        budget = self.budget_bytes(spec)
-        full = spec.full_bytes(self.stored_dtype(spec))
+
+        def held(num_slots: int) -> int:
+            return sum(self.held_bytes(spec, num_slots).values()) + spec.batch_size * num_slots * per_slot + fixed
+
+        budget, full = self.budget_bytes(spec), self.full_bytes(spec)
         if budget >= full:
             return spec.context_len
-        slot = spec.num_layers * spec.slot_bytes(self.stored_dtype(spec)) + per_slot
-        kept = max(0, budget - fixed) // (spec.batch_size * slot)
+        # tiles and tails make steps: the most slots that take no more than the budget
+        kept = max(0, bisect_right(range(spec.context_len + 1), budget, key=held) - 1)
         if kept >= minimum:
-            return min(kept, spec.context_len)
-        limit = 1 - (minimum * spec.batch_size * slot + fixed) / full
+            return kept
+        limit = 1 - held(minimum) / full
         knob = f"sparsity={self.sparsity:g}" if self.kv_budget is None else f"kv_budget={self.kv_budget:g}"
         way_out = f"largest sparsity here: {int(limit * 1000) / 1000:g}" if limit > 0 else "use a longer context_len"
         raise ValueError(
@@ -222,9 +261,10 @@ class KVLayer:
             spec.num_kv_heads,
             method.planned.num_slots,
             spec.head_dim,
-            method.stored_dtype(spec),
+            method.formats(spec)[layer_idx],
             spec.device,
             spec.impl,
+            spec.dtype,
         )
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, seq: int) -> Tensor:

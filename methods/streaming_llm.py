@@ -6,6 +6,7 @@ This file is the mode after a dense prefill; true streaming (eviction between ch
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ class StreamingLLM(Budgeted):
     """`num_sinks` first tokens (paper: 4) and a ring of the rest of the budget."""
 
     num_sinks: int = 4
+
+    overwrites: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,6 +1,7 @@
 """window: only the last W tokens stay. The simplest eviction, and the control for all others (Longformer, arXiv 2004.05150)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from methods.base import Budgeted, KVLayer, Plan, Spec
 @dataclass
 class Window(Budgeted):
     """A ring of W slots, W from the budget; the token at position p lies in slot p mod W."""
+
+    overwrites: ClassVar[bool] = True
 
     def plan(self, spec: Spec) -> Plan:
         return self.plan_slots(spec, self.solve(spec, minimum=1, why="one token"), grows=False)
