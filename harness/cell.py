@@ -339,7 +339,7 @@ class Side:
         ids, lengths = pad([sample.prompt_ids for sample in batch])
         ids = ids.to(self.device)
         prefill_ms = None
-        if turn and len(self.batches) == 1 and self.task.mode != "score":
+        if turn and len(self.batches) == 1 and self.task.mode != "score" and engine.can_rewind():
             engine.rewind()  # the only batch is in the cache: the decode is timed again, without paying for its prefill
         else:
             clock.mark()
@@ -433,7 +433,7 @@ class Side:
                 float(torch.stack(self.agreement).mean()),
                 float(torch.stack(self.kl).mean()),
             )
-        row.method_facts = self.method.facts()
+        row.method_facts = self.method.stored_facts() | self.method.facts()
         row.flags += [flag for flag in self.method.flags() if flag not in row.flags]
         row.status = "ok"
 

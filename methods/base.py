@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kernels.prefill_attention import prefill_attention
-from methods.slots import BLOCK, KV_DTYPES, format_of, make_slots, name_of
+from methods.slots import BLOCK, KV_DTYPES, PlainFormat, format_of, make_slots, name_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Spec:
     impl: str = "reference"
 
     def full_bytes(self, kv_dtype: str) -> int:
-        """Bytes of the dense cache after prefill in `kv_dtype`: scales, int4's 16-bit tail and the filling of tiles included."""
+        """Bytes of the dense cache after prefill in `kv_dtype`: scales, int4's 16-bit tail and the fill of tiles included."""
         held = format_of(kv_dtype, self.head_dim).held_bytes(
             self.batch_size, self.num_kv_heads, self.context_len, self.head_dim
         )
@@ -119,6 +119,14 @@ class Method:
     def full_bytes(self, spec: Spec) -> int:
         """Bytes of the dense cache after prefill, stored as this method stores it."""
         return spec.full_bytes(self.stored_dtype(spec))
+
+    def stored_facts(self) -> dict:
+        """For the row: how K and V are stored where not in a floating dtype, and bits of a number with its step and zero."""
+        formats = self.formats(self.spec)
+        if isinstance(formats[0], PlainFormat):
+            return {}
+        bits = [format.bits(self.spec.head_dim, self.spec.num_kv_heads) for format in formats]
+        return {"kv_format": formats[0].name, "kv_bits": round(sum(bits) / len(bits), 4)}
 
     def plan(self, spec: Spec) -> Plan:
         """Slots and predicted bytes for these shapes; ValueError with one line when they are impossible."""
@@ -202,10 +210,15 @@ class Method:
 
 @dataclass
 class Budgeted(Method):
-    """A method that holds a chosen share of the full cache's bytes."""
+    """A method that holds a chosen share of the full cache's bytes.
+
+    quant_headroom: taken off sparsity where kv_dtype is int8, fp8 or int4, since errors of selection and of quantisation add up
+    (0.10 to 0.15 is a usual choice). The default is none: sparsity=0.8 drops 80 % of the bytes whatever the kv_dtype.
+    """
 
     sparsity: float = 0.8
     kv_budget: float | None = None
+    quant_headroom: float = 0.0
 
     memory_class: ClassVar[str] = "freed"
 
@@ -215,13 +228,28 @@ class Budgeted(Method):
             raise ValueError(f"sparsity={self.sparsity} is outside [0, 1): 0 keeps all, 0.8 drops 80 % of the bytes")
         if self.kv_budget is not None and not 0 < self.kv_budget <= 1:
             raise ValueError(f"kv_budget={self.kv_budget} is outside (0, 1]: the share of the bf16 full cache's bytes")
+        if not 0 <= self.quant_headroom <= 1:
+            raise ValueError(f"quant_headroom={self.quant_headroom} is outside [0, 1]: 0.1 turns sparsity 0.8 into 0.7")
+        if self.quant_headroom and self.kv_budget is not None:
+            raise ValueError(
+                f"quant_headroom={self.quant_headroom} changes sparsity, kv_budget fixes the bytes: give only one of them"
+            )
+
+    def allowed_sparsity(self, spec: Spec) -> float:
+        """sparsity, less quant_headroom where the cache is quantised."""
+        quantised = not isinstance(self.formats(spec)[0], PlainFormat)
+        return max(0.0, self.sparsity - self.quant_headroom) if quantised else self.sparsity
+
+    def stored_facts(self) -> dict:
+        facts = super().stored_facts()
+        return facts | {"allowed_sparsity": self.allowed_sparsity(self.spec)} if facts and self.quant_headroom else facts
 
     def budget_bytes(self, spec: Spec) -> int:
         """Bytes that may be resident after prefill: of the full cache in kv_dtype, or of the bf16 one with kv_budget."""
         if self.kv_budget is not None:
             return int(self.kv_budget * spec.full_bytes("bf16"))
         # the slack of 1e-9 keeps 1 - 0.8 from losing a slot to binary rounding
-        return int((1 - self.sparsity) * self.full_bytes(spec) + 1e-6)
+        return int((1 - self.allowed_sparsity(spec)) * self.full_bytes(spec) + 1e-6)
 
     def solve(self, spec: Spec, minimum: int, why: str, per_slot: int = 0, fixed: int = 0) -> int:
         """Slots per layer that the budget buys; all of context_len when it covers the prompt.
@@ -242,9 +270,11 @@ class Budgeted(Method):
         kept = max(0, bisect_right(range(spec.context_len + 1), budget, key=held) - 1)
         if kept >= minimum:
             return kept
-        limit = 1 - held(minimum) / full
+        limit = 1 - held(minimum) / full + self.sparsity - self.allowed_sparsity(spec)
         knob = f"sparsity={self.sparsity:g}" if self.kv_budget is None else f"kv_budget={self.kv_budget:g}"
         way_out = f"largest sparsity here: {int(limit * 1000) / 1000:g}" if limit > 0 else "use a longer context_len"
+        if tail := self.held_bytes(spec, 0).get("tail"):
+            way_out += f" (the 16-bit tail of {BLOCK} tokens is {tail / full:.0%} of the full cache; kv_dtype=int8 has none)"
         raise ValueError(
             f"{knob} leaves {kept} slots of {spec.context_len}, fewer than the {minimum} that hold {why}; {way_out}"
         )

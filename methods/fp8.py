@@ -1,4 +1,4 @@
-"""fp8: the full cache in 8-bit floats (e4m3) with one step per token, head and K or V, dequantised inside the attention kernel."""
+"""fp8: the full cache in 8-bit floats (e4m3), one step per token, head and K or V, dequantised inside the attention kernel."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -63,6 +63,8 @@ def format_of(kv_dtype: str, head_dim: int, head_bits: tuple[int, ...] = ()) -> 
 class Slots:
     """K and V rows of one layer: [B, Hkv, C, D] in a floating dtype."""
 
+    seals = False
+
     def __init__(self, batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int, kv_dtype: str, device, impl: str):
         self.impl = impl
         shape = (batch_size, num_kv_heads, num_slots, head_dim)

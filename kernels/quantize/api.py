@@ -244,7 +244,7 @@ def overwrite_keys(kv: QuantKV, start: int, k: Tensor, impl: str = "reference") 
     if k.shape != shape:
         raise ValueError(f"overwrite_keys wants k [{shape[0]}, {shape[1]}, N, {shape[3]}], got {tuple(k.shape)}")
     if not kv.format.overwrites:
-        raise ValueError(f"overwrite_keys: {kv.format.name} seals blocks of {BLOCK} tokens and overwrites none; use int8 or fp8")
+        raise ValueError(f"overwrite_keys: {kv.format.name} seals blocks of tokens and overwrites none; use int8 or fp8")
     if start < 0 or start + k.shape[2] > kv.num_slots:
         raise ValueError(f"overwrite_keys: slots {start} .. {start + k.shape[2] - 1} are not among {kv.num_slots}")
     match impl:
