@@ -279,13 +279,12 @@ class Side:
         row, spec = self.row, engine.spec
         row.peak_prefill_bytes = timing.peak_bytes(self.device)
         ledger, plan = engine.ledger(), self.method.planned
-        stored = self.method.stored_dtype(spec)
-        row.kv_dtype = stored
+        row.kv_dtype = self.method.stored_dtype(spec)
         row.kv_full_bytes = spec.full_bytes(name_of(spec.dtype))
         row.kv_resident_bytes, row.kv_allocated_bytes = ledger.resident_bytes, ledger.allocated_bytes
         row.kv_predicted_bytes, row.kv_ledger = engine.resident_bytes, ledger.kinds
         row.kv_kept_ratio = ledger.resident_bytes / row.kv_full_bytes
-        row.kv_sparsity = 1 - ledger.resident_bytes / spec.full_bytes(stored)
+        row.kv_sparsity = 1 - ledger.resident_bytes / self.method.full_bytes(spec)
         row.kv_read_bytes_per_step = engine.read_bytes
         if abs(ledger.resident_bytes - engine.resident_bytes) > 0.01 * engine.resident_bytes:
             raise RuntimeError(f"{self.name} holds {ledger.resident_bytes} bytes, it predicted {engine.resident_bytes}")
@@ -309,9 +308,6 @@ class Side:
         bytes_per_step = hf.weight_bytes_read(self.model, self.shape.batch_size) + engine.read_bytes
         row.bound_ms_per_step = bytes_per_step / (row.ceiling_gb_per_s * 1e9) * 1000
         row.decode_impl, row.step_impl, row.kernel_impl = self.decode_impl, self.step_impl, self.impl
-        if stored == "int8" and self.impl != "reference":
-            # the fused kernel (kernels/decode_attention_quant) is not behind Slots yet: the row must not claim its speed
-            row.kernel_impl += ", int8 dequantised by torch"
         del engine
         self.method.release()
         free_memory()
@@ -359,7 +355,7 @@ class Side:
         ids, lengths = pad([sample.prompt_ids for sample in batch])
         ids = ids.to(self.device)
         prefill_ms = None
-        if turn and len(self.batches) == 1 and self.task.mode != "score":
+        if turn and len(self.batches) == 1 and self.task.mode != "score" and engine.can_rewind():
             engine.rewind()  # the only batch is in the cache: the decode is timed again, without paying for its prefill
         else:
             clock.mark()
@@ -453,7 +449,7 @@ class Side:
                 float(torch.stack(self.agreement).mean()),
                 float(torch.stack(self.kl).mean()),
             )
-        row.method_facts = self.method.facts()
+        row.method_facts = self.method.stored_facts() | self.method.facts()
         row.flags += [flag for flag in self.method.flags() if flag not in row.flags]
         row.status = "ok"
 

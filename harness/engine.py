@@ -16,6 +16,7 @@ from harness.ledger import Ledger, measure
 from harness.step import FusedStep, ModuleStep
 from harness.timing import Clock, Stopwatch
 from methods.base import Method, Spec
+from methods.slots import BLOCK
 
 GRAPH_WARM_UP = 3
 STREAM_CHUNK = 512
@@ -51,6 +52,12 @@ class Engine:
         self._set_up(
             model, method, spec, decode_impl, STREAM_CHUNK if prefill_chunk is None and method.streams else prefill_chunk
         )
+        self.seals = any(layer.slots.seals for layer in method.layers)
+        if self.seals and decode_impl == "graph" and impl == "reference":
+            raise ValueError(
+                f"kv_dtype={method.kv_dtype} seals blocks on the host with impl=reference, which no graph can hold; "
+                "use impl=triton or decode_impl=eager"
+            )
         if method.planned.headroom > max_new_tokens:
             raise ValueError(
                 f"{type(method).__name__} plans headroom={method.planned.headroom} slots, more than the {max_new_tokens} "
@@ -154,8 +161,18 @@ class Engine:
         self.steps_left = 0
         return torch.stack(rows)
 
+    def can_rewind(self) -> bool:
+        """Whether the prompt is still in the cache as prefill left it, or in a ring of the same length.
+
+        A block that was sealed since has lost its tokens' 16-bit rows, so prefill must come again.
+        """
+        slots = [self.method.slot_of(seen) // BLOCK for seen in (self.start[0], self.seen)]
+        return not self.seals or torch.equal(*slots)
+
     def rewind(self) -> None:
         """Back to the end of the prompt, for timing the same decode again: same lengths and bytes, but a ring has moved on."""
+        if not self.can_rewind():
+            raise ValueError(f"rewind: kv_dtype={self.method.kv_dtype} has sealed tokens of the prompt since; prefill again")
         self.seen.copy_(self.start[0])
         self.token.copy_(self.start[1])
         self.steps_left = self.spec.max_new_tokens

@@ -12,7 +12,9 @@ One method = one file here + one yaml in conf/method/. The life of a method in a
     layer.decode(q, k, v)    per layer
 """
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.prefill_attention import prefill_attention
-from methods.slots import KV_DTYPES, Slots, make_slots, name_of, payload_bytes, row_bytes
+from methods.slots import BLOCK, KV_DTYPES, PlainFormat, Slots, format_of, make_slots, name_of
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,15 @@ class Spec:
     tp_size: int = 1
 
     def full_bytes(self, kv_dtype: str) -> int:
-        """Bytes of the dense cache after prefill, in `kv_dtype`, scales included."""
-        return self.batch_size * self.num_layers * self.context_len * self.slot_bytes(kv_dtype) + self.other_bytes
+        """Bytes of the dense cache after prefill in `kv_dtype`: scales, int4's 16-bit tail and the fill of tiles included."""
+        held = format_of(kv_dtype, self.head_dim).held_bytes(
+            self.batch_size, self.num_kv_heads, self.context_len, self.head_dim
+        )
+        return self.num_layers * sum(held.values()) + self.other_bytes
 
     def slot_bytes(self, kv_dtype: str) -> int:
-        """Bytes of one slot: K and V of all heads of one token in one layer."""
-        return 2 * self.num_kv_heads * row_bytes(kv_dtype, self.head_dim)
+        """Bytes of one slot: K and V of all heads of one token in one layer; int4: once it is sealed."""
+        return format_of(kv_dtype, self.head_dim).read_bytes(self.num_kv_heads, self.head_dim, BLOCK) // BLOCK
 
     def over_ranks(self, scores: Tensor, reduce: str) -> Tensor:
         """Scores of this rank's heads joined with the other ranks', by "max" or "mean": the same on all ranks."""
@@ -93,6 +98,8 @@ class Method:
     memory_class: ClassVar[str] = "none"
     # evicts between the chunks of a prompt, so that memory is constant however long the text is
     streams: ClassVar[bool] = False
+    # whether new tokens go to slots that older ones held: then int4 cannot seal them in blocks
+    overwrites: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.kv_dtype not in ("auto", *KV_DTYPES):
@@ -101,6 +108,43 @@ class Method:
     def stored_dtype(self, spec: Spec) -> str:
         """kv_dtype with `auto` resolved to the model's."""
         return name_of(spec.dtype) if self.kv_dtype == "auto" else self.kv_dtype
+
+    def formats(self, spec: Spec) -> list:
+        """How each layer is stored, PlainFormat or KVFormat; ValueError where this method or model cannot be."""
+        format = format_of(self.stored_dtype(spec), spec.head_dim)
+        if self.overwrites and not format.overwrites:
+            raise ValueError(
+                f"kv_dtype={self.kv_dtype} seals tokens in blocks, and {type(self).__name__} overwrites single slots; "
+                "use kv_dtype=int8 or kv_dtype=fp8"
+            )
+        return [format] * spec.num_layers
+
+    def held_bytes(self, spec: Spec, num_slots: int) -> dict[str, int]:
+        """Bytes of `num_slots` slots in every layer, by ledger kind."""
+        held: Counter = Counter()
+        for format, count in Counter(self.formats(spec)).items():
+            by_kind = format.held_bytes(spec.batch_size, spec.num_kv_heads, num_slots, spec.head_dim)
+            held.update({kind: count * size for kind, size in by_kind.items() if size})
+        return dict(held)
+
+    def read_bytes(self, spec: Spec, lengths: Sequence[int]) -> int:
+        """KV bytes that a step reads over all layers and sequences, mean over steps in which `lengths` slots count."""
+        total = 0
+        for format, count in Counter(self.formats(spec)).items():
+            total += count * sum(format.read_bytes(spec.num_kv_heads, spec.head_dim, length) for length in lengths)
+        return spec.batch_size * total // len(lengths)
+
+    def full_bytes(self, spec: Spec) -> int:
+        """Bytes of the dense cache after prefill, stored as this method stores it."""
+        return spec.full_bytes(self.stored_dtype(spec))
+
+    def stored_facts(self) -> dict:
+        """For the row: how K and V are stored where not in a floating dtype, and bits of a number with its step and zero."""
+        formats = self.formats(self.spec)
+        if isinstance(formats[0], PlainFormat):
+            return {}
+        bits = [format.bits(self.spec.head_dim, self.spec.num_kv_heads) for format in formats]
+        return {"kv_format": formats[0].name, "kv_bits": round(sum(bits) / len(bits), 4)}
 
     def plan(self, spec: Spec) -> Plan:
         """Slots and predicted bytes for these shapes; ValueError with one line when they are impossible."""
@@ -114,18 +158,18 @@ class Method:
         """
         noop = kept >= spec.context_len
         grows = grows or noop
-        rows = spec.batch_size * spec.num_layers * 2 * spec.num_kv_heads
-        kv_dtype = self.stored_dtype(spec)
-        payload = payload_bytes(kv_dtype, spec.head_dim)
-        ledger = {"kv": rows * kept * payload}
-        if scales := row_bytes(kv_dtype, spec.head_dim) - payload:
-            ledger["scales"] = rows * kept * scales
-        mean_slots = kept + (spec.max_new_tokens + 1) / 2 if grows else kept
+        if not (grows or self.overwrites or all(format.overwrites for format in self.formats(spec))):
+            raise ValueError(
+                f"{type(self).__name__} overwrites slots without saying so: set overwrites = True in it, or use kv_dtype=int8"
+            )
+        ledger = Counter(self.held_bytes(spec, kept))
+        ledger.update(extra or {})
+        lengths = range(kept + 1, kept + spec.max_new_tokens + 1) if grows else [kept]
         return Plan(
             kept=kept,
             headroom=spec.max_new_tokens if grows else 0,
-            ledger=ledger | (extra or {}),
-            read_bytes=int(rows * mean_slots * row_bytes(kv_dtype, spec.head_dim)) + extra_read,
+            ledger=dict(ledger),
+            read_bytes=self.read_bytes(spec, lengths) + extra_read,
             noop=noop,
         )
 
@@ -188,10 +232,15 @@ class Method:
 
 @dataclass
 class Budgeted(Method):
-    """A method that holds a chosen share of the full cache's bytes."""
+    """A method that holds a chosen share of the full cache's bytes.
+
+    quant_headroom: taken off sparsity where kv_dtype is int8, fp8 or int4, since errors of selection and of quantisation add up
+    (0.10 to 0.15 is a usual choice). The default is none: sparsity=0.8 drops 80 % of the bytes whatever the kv_dtype.
+    """
 
     sparsity: float = 0.8
     kv_budget: float | None = None
+    quant_headroom: float = 0.0
 
     memory_class: ClassVar[str] = "freed"
 
@@ -201,13 +250,28 @@ class Budgeted(Method):
             raise ValueError(f"sparsity={self.sparsity} is outside [0, 1): 0 keeps all, 0.8 drops 80 % of the bytes")
         if self.kv_budget is not None and not 0 < self.kv_budget <= 1:
             raise ValueError(f"kv_budget={self.kv_budget} is outside (0, 1]: the share of the bf16 full cache's bytes")
+        if not 0 <= self.quant_headroom <= 1:
+            raise ValueError(f"quant_headroom={self.quant_headroom} is outside [0, 1]: 0.1 turns sparsity 0.8 into 0.7")
+        if self.quant_headroom and self.kv_budget is not None:
+            raise ValueError(
+                f"quant_headroom={self.quant_headroom} changes sparsity, kv_budget fixes the bytes: give only one of them"
+            )
+
+    def allowed_sparsity(self, spec: Spec) -> float:
+        """sparsity, less quant_headroom where the cache is quantised."""
+        quantised = not isinstance(self.formats(spec)[0], PlainFormat)
+        return max(0.0, self.sparsity - self.quant_headroom) if quantised else self.sparsity
+
+    def stored_facts(self) -> dict:
+        facts = super().stored_facts()
+        return facts | {"allowed_sparsity": self.allowed_sparsity(self.spec)} if facts and self.quant_headroom else facts
 
     def budget_bytes(self, spec: Spec) -> int:
         """Bytes that may be resident after prefill: of the full cache in kv_dtype, or of the bf16 one with kv_budget."""
         if self.kv_budget is not None:
             return int(self.kv_budget * spec.full_bytes("bf16"))
         # the slack of 1e-9 keeps 1 - 0.8 from losing a slot to binary rounding
-        return int((1 - self.sparsity) * spec.full_bytes(self.stored_dtype(spec)) + 1e-6)
+        return int((1 - self.allowed_sparsity(spec)) * self.full_bytes(spec) + 1e-6)
 
     def solve(self, spec: Spec, minimum: int, why: str, per_slot: int = 0, fixed: int = 0) -> int:
         """Slots per layer that the budget buys; all of context_len when it covers the prompt.
@@ -217,18 +281,23 @@ class Budgeted(Method):
             per_slot: further bytes per slot and sequence, once for all layers (an index, positions).
             fixed: further bytes whatever the number of slots.
         """
-        budget = self.budget_bytes(spec)
-        full = spec.full_bytes(self.stored_dtype(spec))
+        fixed += spec.other_bytes
+
+        def held(num_slots: int) -> int:
+            return sum(self.held_bytes(spec, num_slots).values()) + spec.batch_size * num_slots * per_slot + fixed
+
+        budget, full = self.budget_bytes(spec), self.full_bytes(spec)
         if budget >= full:
             return spec.context_len
-        fixed += spec.other_bytes
-        slot = spec.num_layers * spec.slot_bytes(self.stored_dtype(spec)) + per_slot
-        kept = max(0, budget - fixed) // (spec.batch_size * slot)
+        # tiles and tails make steps: the most slots that take no more than the budget
+        kept = max(0, bisect_right(range(spec.context_len + 1), budget, key=held) - 1)
         if kept >= minimum:
-            return min(kept, spec.context_len)
-        limit = 1 - (minimum * spec.batch_size * slot + fixed) / full
+            return kept
+        limit = 1 - held(minimum) / full + self.sparsity - self.allowed_sparsity(spec)
         knob = f"sparsity={self.sparsity:g}" if self.kv_budget is None else f"kv_budget={self.kv_budget:g}"
         way_out = f"largest sparsity here: {int(limit * 1000) / 1000:g}" if limit > 0 else "use a longer context_len"
+        if tail := self.held_bytes(spec, 0).get("tail"):
+            way_out += f" (the 16-bit tail of {BLOCK} tokens is {tail / full:.0%} of the full cache; kv_dtype=int8 has none)"
         raise ValueError(
             f"{knob} leaves {kept} slots of {spec.context_len}, fewer than the {minimum} that hold {why}; {way_out}"
         )
@@ -245,9 +314,10 @@ class KVLayer:
             spec.num_kv_heads,
             method.planned.num_slots,
             spec.head_dim,
-            method.stored_dtype(spec),
+            method.formats(spec)[layer_idx],
             spec.device,
             spec.impl,
+            spec.dtype,
         )
 
     def prefill(self, q: Tensor, k: Tensor, v: Tensor, seq: int) -> Tensor:

@@ -7,6 +7,7 @@ endless text, in which every token sees the sinks and the window as it would if 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ class StreamingLLM(Budgeted):
 
     num_sinks: int = 4
     prefill: str = "dense"
+
+    overwrites: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

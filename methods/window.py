@@ -5,6 +5,7 @@ sees what it would see if the text came token by token.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,8 @@ class Window(Budgeted):
 
     def num_observed(self) -> int:
         return 0
+
+    overwrites: ClassVar[bool] = True
 
     def plan(self, spec: Spec) -> Plan:
         return self.plan_slots(spec, self.solve(spec, minimum=1, why="one token"), grows=False)

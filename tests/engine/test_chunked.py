@@ -98,7 +98,7 @@ def test_mistakes():
     with pytest.raises(ValueError, match="first chunk of 3 tokens must hold the 4 sinks"):
         Engine(family("llama"), STREAMS["streaming_llm"](), **sizes, prefill_chunk=3).prefill(ids)
     with pytest.raises(ValueError, match="quantised cache cannot"):
-        Engine(family("llama"), Window(prefill="stream", kv_dtype="int8"), **sizes).prefill(ids)
+        Engine(family("llama"), Window(prefill="stream", kv_dtype="int8", sparsity=0.3), **sizes).prefill(ids)
     with pytest.raises(ValueError, match="dense, stream"):
         Window(prefill="chunked")
 
