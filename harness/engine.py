@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from harness import hf
-from harness.ledger import Ledger, measure
+from harness.ledger import WORKSPACE, Ledger, measure
 from harness.step import FusedStep, ModuleStep
 from harness.timing import Clock, Stopwatch
-from methods.base import Method
+from methods.base import Budgeted, Method
 
 GRAPH_WARM_UP = 3
+CHECK_EVERY = 64  # decoded tokens between two looks at the ledger
 
 
 class Engine:
@@ -65,7 +66,7 @@ class Engine:
         self.token = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.logits = torch.zeros(batch_size, model.config.vocab_size, dtype=self.spec.dtype, device=device)
         self.step = (FusedStep if step_impl == "fused" else ModuleStep)(model, method)
-        self.steps_left = 0
+        self.steps_left = self.num_steps = 0  # steps that may still come, and those since prefill
         self.graph = self._capture() if decode_impl == "graph" else None
 
     @torch.inference_mode()
@@ -85,7 +86,7 @@ class Engine:
         self.method.step = {}
         last = [self.prefill_one(seq, input_ids[seq, :length]) for seq, length in enumerate(lengths)]
         self.seen.copy_(torch.tensor(lengths))
-        self.steps_left = self.spec.max_new_tokens
+        self.steps_left, self.num_steps = self.spec.max_new_tokens, 0
         self.logits.copy_(torch.cat(last))
         self.token.copy_(self.logits.argmax(-1))
         self.start = self.seen.clone(), self.token.clone()
@@ -164,12 +165,19 @@ class Engine:
                 f"{num_tokens} more tokens do not fit: {self.steps_left} of max_new_tokens={self.spec.max_new_tokens} are left"
             )
         self.steps_left -= num_tokens
+        if self.num_steps == 0:
+            self.check_bytes()
         if clock:
             clock.mark()
         for step in range(num_tokens):
             yield step
+            self.num_steps += 1
             if clock:
                 clock.mark()
+            if self.num_steps % CHECK_EVERY == 0:
+                self.check_bytes()
+                if clock:
+                    clock.resume()
 
     def _step(self) -> None:
         """self.token [B] through the model; leaves logits and the next greedy token in place."""
@@ -207,6 +215,26 @@ class Engine:
     def ledger(self) -> Ledger:
         """Bytes held by the method's cache, by kind."""
         return measure(self.method)
+
+    def check_bytes(self) -> None:
+        """RuntimeError when the cache holds more than its budget, or more than it held after prefill.
+
+        Every decode and score does this before its first step and after every CHECK_EVERY tokens, outside the clock.
+        """
+        ledger, name = self.ledger(), type(self.method).__name__
+        allocated = ledger.allocated_bytes - ledger.kinds.get(WORKSPACE, 0)
+        if self.num_steps == 0:
+            self.allocated_bytes = allocated
+        elif allocated > self.allocated_bytes:
+            raise RuntimeError(
+                f"{name} grew from {self.allocated_bytes} to {allocated} bytes while it decoded {self.num_steps} tokens"
+            )
+        if isinstance(self.method, Budgeted) and self.method.memory_class == "freed" and not self.method.planned.noop:
+            budget = self.method.budget_bytes(self.spec)
+            if ledger.resident_bytes > budget:
+                raise RuntimeError(
+                    f"{name} holds {ledger.resident_bytes} bytes after {self.num_steps} decoded tokens, its budget is {budget}"
+                )
 
     def positions(self, layer_idx: int = 0) -> Tensor:
         """True position held by each slot of each head of a layer, [B, Hkv, C], -1 where empty."""
