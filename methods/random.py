@@ -44,12 +44,14 @@ class Random(ChoosesOnce, Budgeted):
 
     def begin_prefill(self, seq: int, prompt: Tensor) -> None:
         super().begin_prefill(seq, prompt)
-        self.drawn = None
         if len(prompt) > self.planned.kept:
             # a CPU generator: the same draw on every device
             generator = torch.Generator().manual_seed(zlib.crc32(prompt.cpu().numpy().tobytes()) + (self.seed << 32))
             scores = torch.rand(len(prompt), generator=generator).to(prompt.device)
             self.drawn = select(scores, self.planned.kept, self.num_sinks, self.window, self.spec.impl)[None, None]
+
+    def end_prefill(self, seq: int) -> None:
+        self.drawn = None  # the index has it
 
 
 class RandomLayer(KeptLayer):
