@@ -46,7 +46,7 @@ class Random(ChoosesOnce, Budgeted):
         super().begin_prefill(seq, prompt)
         if len(prompt) > self.planned.kept:
             # a CPU generator: the same draw on every device
-            generator = torch.Generator().manual_seed(zlib.crc32(prompt.cpu().numpy().tobytes()) + (self.seed << 32))
+            generator = torch.Generator().manual_seed(zlib.crc32(prompt.cpu().numpy().tobytes(), self.seed))
             scores = torch.rand(len(prompt), generator=generator).to(prompt.device)
             self.drawn = select(scores, self.planned.kept, self.num_sinks, self.window, self.spec.impl)[None, None]
 
