@@ -26,7 +26,6 @@ from torch import Tensor
 from harness import hf, models, recurrent, timing, tracking
 from harness.config import blank_row, choice_of, model_name
 from harness.engine import Engine
-from harness.ledger import WORKSPACE
 from harness.recurrent import is_recurrent
 from harness.report.card import print_card
 from harness.report.progress import Progress
@@ -288,22 +287,13 @@ class Side:
         row.kv_read_bytes_per_step = engine.read_bytes
         if abs(ledger.resident_bytes - engine.resident_bytes) > 0.01 * engine.resident_bytes:
             raise RuntimeError(f"{self.name} holds {ledger.resident_bytes} bytes, it predicted {engine.resident_bytes}")
-        if isinstance(self.method, Budgeted):
-            if plan.noop:
-                row.flags.append("noop")
-            elif ledger.resident_bytes > self.method.budget_bytes(spec):
-                raise RuntimeError(
-                    f"{self.name} holds {ledger.resident_bytes} bytes after prefill, "
-                    f"its budget is {self.method.budget_bytes(spec)}"
-                )
+        if isinstance(self.method, Budgeted) and plan.noop:
+            row.flags.append("noop")
         self.phase = "decode"
         timing.reset_peak(self.device)
         engine.decode(min(WARM_UP_STEPS, self.max_new_tokens))
         row.peak_decode_bytes = timing.peak_bytes(self.device)
-        if (after := engine.ledger()).allocated_bytes - after.kinds.get(WORKSPACE, 0) > ledger.allocated_bytes:
-            raise RuntimeError(
-                f"{self.name} grew from {ledger.allocated_bytes} to {after.allocated_bytes} bytes while it decoded"
-            )
+        engine.check_bytes()  # a run may be shorter than the engine's own interval
         row.ceiling_gb_per_s = timing.copy_bandwidth(self.device) / 1e9
         bytes_per_step = hf.weight_bytes_read(self.model, self.shape.batch_size) + engine.read_bytes
         row.bound_ms_per_step = bytes_per_step / (row.ceiling_gb_per_s * 1e9) * 1000

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from harness import hf
-from harness.ledger import Ledger, measure
+from harness.ledger import WORKSPACE, Ledger, measure
 from harness.step import FusedStep, ModuleStep
 from harness.timing import Clock, Stopwatch
-from methods.base import Method, Spec
+from methods.base import Budgeted, Method, Spec
 from methods.slots import BLOCK
 
 GRAPH_WARM_UP = 3
 STREAM_CHUNK = 512
+CHECK_EVERY = 64  # decoded tokens between two looks at the ledger
 
 
 class Engine:
@@ -87,7 +88,7 @@ class Engine:
         self.seen = torch.zeros(spec.batch_size, dtype=torch.long, device=spec.device)
         self.token = torch.zeros(spec.batch_size, dtype=torch.long, device=spec.device)
         self.logits = torch.zeros(spec.batch_size, model.config.vocab_size, dtype=spec.dtype, device=spec.device)
-        self.steps_left = 0
+        self.steps_left = self.num_steps = 0  # steps that may still come, and those since prefill
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
@@ -106,7 +107,7 @@ class Engine:
         self.method.step = {}
         last = [self.prefill_one(seq, input_ids[seq, :length]) for seq, length in enumerate(lengths)]
         self.seen.copy_(torch.tensor(lengths))
-        self.steps_left = self.spec.max_new_tokens
+        self.steps_left, self.num_steps = self.spec.max_new_tokens, 0
         self.logits.copy_(torch.cat(last))
         self.token.copy_(self.logits.argmax(-1))
         self.start = self.seen.clone(), self.token.clone()
@@ -158,7 +159,7 @@ class Engine:
                 logprobs.append(rated.gather(1, wanted[:, None])[:, 0])
             self.method.end_prefill(seq)
             rows.append(torch.cat(logprobs))
-        self.steps_left = 0
+        self.steps_left = self.num_steps = 0  # steps that may still come, and those since prefill
         return torch.stack(rows)
 
     def can_rewind(self) -> bool:
@@ -229,12 +230,19 @@ class Engine:
                 f"{num_tokens} more tokens do not fit: {self.steps_left} of max_new_tokens={self.spec.max_new_tokens} are left"
             )
         self.steps_left -= num_tokens
+        if self.num_steps == 0:
+            self.check_bytes()
         if clock:
             clock.mark()
         for step in range(num_tokens):
             yield step
+            self.num_steps += 1
             if clock:
                 clock.mark()
+            if self.num_steps % CHECK_EVERY == 0:
+                self.check_bytes()
+                if clock:
+                    clock.resume()
 
     def _step(self) -> None:
         """self.token [B] through the model; leaves logits and the next greedy token in place."""
@@ -283,6 +291,26 @@ class Engine:
     def read_bytes(self) -> int:
         """Predicted KV bytes read per decode step, mean over max_new_tokens steps."""
         return sum(method.planned.read_bytes for method in self.methods)
+
+    def check_bytes(self) -> None:
+        """RuntimeError when the cache holds more than its budget, or more than it held after prefill.
+
+        Every decode and score does this before its first step and after every CHECK_EVERY tokens, outside the clock.
+        """
+        ledger, name = self.ledger(), type(self.method).__name__
+        allocated = ledger.allocated_bytes - ledger.kinds.get(WORKSPACE, 0)
+        if self.num_steps == 0:
+            self.allocated_bytes = allocated
+        elif allocated > self.allocated_bytes:
+            raise RuntimeError(
+                f"{name} grew from {self.allocated_bytes} to {allocated} bytes while it decoded {self.num_steps} tokens"
+            )
+        if isinstance(self.method, Budgeted) and self.method.memory_class == "freed" and not self.method.planned.noop:
+            budget = self.method.budget_bytes(self.spec)
+            if ledger.resident_bytes > budget:
+                raise RuntimeError(
+                    f"{name} holds {ledger.resident_bytes} bytes after {self.num_steps} decoded tokens, its budget is {budget}"
+                )
 
     def positions(self, layer_idx: int = 0) -> Tensor:
         """True position held by each slot of each head of a layer, [B, Hkv, C], -1 where empty."""
