@@ -277,7 +277,7 @@ class Side:
         if isinstance(self.method, Budgeted):
             if plan.noop:
                 row.flags.append("noop")
-            elif ledger.resident_bytes > self.method.budget_bytes(spec):
+            elif self.method.memory_class == "freed" and ledger.resident_bytes > self.method.budget_bytes(spec):
                 raise RuntimeError(
                     f"{self.name} holds {ledger.resident_bytes} bytes after prefill, "
                     f"its budget is {self.method.budget_bytes(spec)}"

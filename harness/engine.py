@@ -51,10 +51,10 @@ class Engine:
             device = self.spec.device.type
             raise ValueError(f"decode_impl=graph needs a CUDA device, the model is on {device}; use decode_impl=eager")
         method.bind(self.spec)
-        if method.planned.headroom > max_new_tokens:
+        headroom = max(method.planned.layer_slots(i)[1] for i in range(self.spec.num_layers))
+        if headroom > max_new_tokens:
             raise ValueError(
-                f"{type(method).__name__} plans headroom={method.planned.headroom} slots, more than the {max_new_tokens} "
-                "tokens that can come"
+                f"{type(method).__name__} plans headroom={headroom} slots, more than the {max_new_tokens} tokens that can come"
             )
         self.compress_clock = method.clock = Stopwatch(self.spec.device)
         self.phase = hf.Phase()

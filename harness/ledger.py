@@ -38,7 +38,7 @@ class Ledger:
 def measure(method: Method) -> Ledger:
     """Ledger of a bound method, over all layers and sequences."""
     kind_of: dict[int, str] = {}
-    slot_storages: set[int] = set()
+    layer_of: dict[int, int] = {}
     for owner in (method, *method.layers):
         for kind, tensors in owner.tensors().items():
             if kind in (HEADROOM, WORKSPACE, UNDECLARED):
@@ -47,15 +47,17 @@ def measure(method: Method) -> Ledger:
                 kind_of[tensor.untyped_storage().data_ptr()] = kind
     for layer in method.layers:
         for tensors in layer.slots.tensors().values():
-            slot_storages.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+            layer_of |= {tensor.untyped_storage().data_ptr(): layer.layer_idx for tensor in tensors}
     step_storages = held_storages(method.step)
     if sum(step_storages.values()) <= WORKSPACE_LIMIT * len(method.layers) * method.spec.batch_size:
         # more than that is no step's workspace and counts like any other tensor
         kind_of = dict.fromkeys(step_storages, WORKSPACE) | kind_of
     kinds: dict[str, int] = {}
-    plan = method.planned
     for pointer, size in held_storages(method).items():
-        free = size // plan.num_slots * plan.headroom if pointer in slot_storages else 0
+        free = 0
+        if pointer in layer_of:
+            kept, headroom = method.planned.layer_slots(layer_of[pointer])
+            free = size // (kept + headroom) * headroom
         kind = kind_of.get(pointer, UNDECLARED)
         kinds[kind] = kinds.get(kind, 0) + size - free
         if free:

@@ -11,9 +11,9 @@ One method = one file here + one yaml in conf/method/. The life of a method in a
     layer.decode(q, k, v)    per layer
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -58,10 +58,15 @@ class Plan:
     ledger: dict[str, int]  # predicted resident bytes by kind, without headroom
     read_bytes: int  # KV bytes read per decode step, mean over max_new_tokens steps
     noop: bool = False  # the budget covers the prompt: same as full
+    other_layers: dict[int, tuple[int, int]] = field(default_factory=dict)  # kept, headroom of layers that differ from that
 
     @property
     def num_slots(self) -> int:
         return self.kept + self.headroom
+
+    def layer_slots(self, layer_idx: int) -> tuple[int, int]:
+        """Kept and headroom slots of one layer."""
+        return self.other_layers.get(layer_idx, (self.kept, self.headroom))
 
     @property
     def resident_bytes(self) -> int:
@@ -88,27 +93,39 @@ class Method:
         """Slots and predicted bytes for these shapes; ValueError with one line when they are impossible."""
         raise NotImplementedError
 
-    def plan_slots(self, spec: Spec, kept: int, grows: bool, extra: dict[str, int] | None = None, extra_read: int = 0) -> Plan:
+    def plan_slots(
+        self,
+        spec: Spec,
+        kept: int,
+        grows: bool,
+        extra: dict[str, int] | None = None,
+        extra_read: int = 0,
+        whole: Collection[int] = (),
+    ) -> Plan:
         """Plan of `kept` slots in every layer; new tokens take further slots when it grows, else they overwrite.
 
         Args:
             extra: predicted bytes of what is held beside the slots, by ledger kind; extra_read: bytes of it that a step reads.
+            whole: layers that keep every token of the prompt and append the new ones, whatever the others do.
         """
         noop = kept >= spec.context_len
         grows = grows or noop
-        rows = spec.batch_size * spec.num_layers * 2 * spec.num_kv_heads
+        rows = spec.batch_size * 2 * spec.num_kv_heads
+        others = spec.num_layers - len(whole)
+        slots = others * kept + len(whole) * spec.context_len
         kv_dtype = self.stored_dtype(spec)
         payload = payload_bytes(kv_dtype, spec.head_dim)
-        ledger = {"kv": rows * kept * payload}
+        ledger = {"kv": rows * slots * payload}
         if scales := row_bytes(kv_dtype, spec.head_dim) - payload:
-            ledger["scales"] = rows * kept * scales
-        mean_slots = kept + (spec.max_new_tokens + 1) / 2 if grows else kept
+            ledger["scales"] = rows * slots * scales
+        mean_slots = slots + (len(whole) + others * grows) * (spec.max_new_tokens + 1) / 2
         return Plan(
             kept=kept,
             headroom=spec.max_new_tokens if grows else 0,
             ledger=ledger | (extra or {}),
             read_bytes=int(rows * mean_slots * row_bytes(kv_dtype, spec.head_dim)) + extra_read,
             noop=noop,
+            other_layers=dict.fromkeys(whole, (spec.context_len, spec.max_new_tokens)),
         )
 
     def bind(self, spec: Spec) -> None:
@@ -187,23 +204,35 @@ class Budgeted(Method):
         # the slack of 1e-9 keeps 1 - 0.8 from losing a slot to binary rounding
         return int((1 - self.sparsity) * spec.full_bytes(self.stored_dtype(spec)) + 1e-6)
 
-    def solve(self, spec: Spec, minimum: int, why: str, per_slot: int = 0, fixed: int = 0) -> int:
+    def solve(
+        self,
+        spec: Spec,
+        minimum: int,
+        why: str,
+        per_slot: int = 0,
+        fixed: int = 0,
+        page: int = 1,
+        num_layers: int | None = None,
+    ) -> int:
         """Slots per layer that the budget buys; all of context_len when it covers the prompt.
 
         Args:
             minimum: fewest slots that make sense, named by `why` in the error.
-            per_slot: further bytes per slot and sequence, once for all layers (an index, positions).
+            per_slot: further bytes per slot (per page, where pages are larger) and sequence, once for all layers (an index).
             fixed: further bytes whatever the number of slots.
+            page: slots are bought in pages of so many.
+            num_layers: layers that hold these slots (None: all); what the others hold belongs to `fixed`.
         """
         budget = self.budget_bytes(spec)
         full = spec.full_bytes(self.stored_dtype(spec))
         if budget >= full:
             return spec.context_len
-        slot = spec.num_layers * spec.slot_bytes(self.stored_dtype(spec)) + per_slot
-        kept = max(0, budget - fixed) // (spec.batch_size * slot)
+        num_layers = spec.num_layers if num_layers is None else num_layers
+        page_bytes = spec.batch_size * (page * num_layers * spec.slot_bytes(self.stored_dtype(spec)) + per_slot)
+        kept = max(0, budget - fixed) // page_bytes * page
         if kept >= minimum:
             return min(kept, spec.context_len)
-        limit = 1 - (minimum * spec.batch_size * slot + fixed) / full
+        limit = 1 - (-(-minimum // page) * page_bytes + fixed) / full
         knob = f"sparsity={self.sparsity:g}" if self.kv_budget is None else f"kv_budget={self.kv_budget:g}"
         way_out = f"largest sparsity here: {int(limit * 1000) / 1000:g}" if limit > 0 else "use a longer context_len"
         raise ValueError(
@@ -220,7 +249,7 @@ class KVLayer:
         self.slots = make_slots(
             spec.batch_size,
             spec.num_kv_heads,
-            method.planned.num_slots,
+            sum(method.planned.layer_slots(layer_idx)),
             spec.head_dim,
             method.stored_dtype(spec),
             spec.device,
