@@ -12,6 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from methods.base import Spec
+
 TINY = 1e-6  # attention below one in a million counts as none where a logarithm is taken
 
 
@@ -51,6 +53,46 @@ def fused_scores(mass: Tensor, head_reduce: str, fuse: str, pool: int, segment: 
     return reduced(pool_neighbours(scores, pool), fuse, 0)
 
 
+class StepScores:
+    """Scores of every position while decoding, renewed in each step from the logits of P predictor layers.
+
+    logits [B, Hq, C] of the layer at work, mass [P, B, Hkv, C] of this step, smoothed [B, C] over the steps; C positions.
+    """
+
+    def __init__(self, spec: Spec, num_layers: int):
+        batch, positions = spec.batch_size, spec.context_len + spec.max_new_tokens
+        self.logits = torch.zeros(batch, spec.num_q_heads, positions, device=spec.device)
+        self.mass = torch.zeros(num_layers, batch, spec.num_kv_heads, positions, device=spec.device)
+        self.smoothed = torch.zeros(batch, positions, device=spec.device)
+
+    @staticmethod
+    def num_bytes(spec: Spec, num_layers: int) -> int:
+        """Bytes held."""
+        positions = spec.batch_size * (spec.context_len + spec.max_new_tokens)
+        return 4 * positions * (spec.num_q_heads + num_layers * spec.num_kv_heads + 1)
+
+    @staticmethod
+    def bytes_read(spec: Spec, num_layers: int) -> int:
+        """Bytes that a step reads of them: every layer's logits and mass, and the smoothed scores to renew and to rank them."""
+        positions = spec.batch_size * (spec.context_len + spec.max_new_tokens)
+        return 4 * positions * (num_layers * (spec.num_q_heads + spec.num_kv_heads) + 2)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.logits, self.mass, self.smoothed]
+
+    def start(self, seq: int, scores: Tensor) -> None:
+        """Scores [T] of a prompt take the place of all that sequence `seq` had."""
+        self.smoothed[seq].zero_()
+        self.smoothed[seq, : len(scores)] = scores
+
+    def take(self, place: int, lse: Tensor, lengths: Tensor, head_reduce: str) -> None:
+        """Mass of predictor `place` from its logits, their lse [B, Hq] and the lengths [B] that count."""
+        exists = torch.arange(self.logits.shape[2], device=lse.device) < lengths[:, None]
+        # logits behind the lengths are undefined
+        mass = (self.logits - lse[..., None]).exp().masked_fill(~exists[:, None], 0)
+        self.mass[place] = reduced(mass.unflatten(1, (self.mass.shape[2], -1)), head_reduce, 2)
+
+
 class SelectorMLP(nn.Module):
     """Small trained correction: score = fused score * exp(MLP of every head's mass, and of its pooled mass, per key).
 
@@ -84,16 +126,16 @@ class SelectorMLP(nn.Module):
         return fused * self.correction(mass).clamp(-20, 20).exp()
 
     def save(self, path: Path, facts: dict) -> None:
-        """Weights with the facts that they hold for: predict_layers, observe, head_reduce, where they come from."""
+        """Weights with the facts that they hold for, and where they come from."""
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}
-        save_file(tensors, path, {"facts": json.dumps({"pool": self.pool, **facts})})
+        save_file(tensors, path, {"facts": json.dumps(facts)})
 
     def load(self, path: str | Path, facts: dict) -> None:
         """Weights from a file; ValueError with one line when it was trained for other settings."""
         with safe_open(path, framework="pt") as file:
             made_for = json.loads(file.metadata()["facts"])
-            for name, value in {"pool": self.pool, **facts}.items():
+            for name, value in facts.items():
                 if made_for.get(name) != value:
                     raise ValueError(
                         f"method.selector=mlp: {path} was trained for {name}={made_for.get(name)}, not {value}: set "

@@ -14,9 +14,7 @@ next layer at each step and keeps all KV in host memory. This is not that method
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +24,8 @@ from kernels.column_sums import column_sums
 from kernels.compact import compact
 from kernels.select import select as select_best
 from methods.base import Budgeted, KVLayer, Plan, Spec
-from methods.scoring import SelectorMLP, fused_scores, page_scores, reduced
+from methods.calibration import calibrated, model_file
+from methods.scoring import SelectorMLP, StepScores, fused_scores, page_scores
 
 INDEX_BYTES = torch.int32.itemsize
 BUCKET = 64  # batching=bucket rounds what a prompt keeps up to a multiple of this
@@ -121,27 +120,13 @@ class SparDA(Budgeted):
         fitting = [length for length in self.depth_by_length if length <= spec.context_len]
         layers = self.depth_by_length[max(fitting)] if fitting else self.predict_layers
         if layers == "auto":
-            layers = self.calibrated_layers(spec)
+            layers = calibrated(self.calibration, "sparda", spec, "method.predict_layers=auto")["predict_layers"]
         if not all(0 <= layer < spec.num_layers for layer in layers):
             raise ValueError(
                 f"method.predict_layers={list(layers)} names a layer that the model lacks; it has layers 0 to "
                 f"{spec.num_layers - 1}, try method.predict_layers=[{spec.num_layers // 2}]"
             )
         return sorted(layers)
-
-    def calibrated_layers(self, spec: Spec) -> list[int]:
-        make = "make it with `python -m harness.calibrate` and the same model=..., or name layers: method.predict_layers=[14,15]"
-        if not self.calibration or not Path(self.calibration).is_file():
-            missing = f"{self.calibration} does not exist" if self.calibration else "method.calibration names no file"
-            raise ValueError(f"method.predict_layers=auto needs a calibration and {missing}; {make}")
-        try:
-            found = json.loads(Path(self.calibration).read_text())
-            shape, layers = found["shape"], found["sparda"]["predict_layers"]
-        except (ValueError, KeyError, TypeError) as err:
-            raise ValueError(f"{self.calibration} is no calibration for sparda ({err!r}); {make}") from None
-        if any(getattr(spec, name) != value for name, value in shape.items()):
-            raise ValueError(f"{self.calibration} was made for another model ({shape}); {make}")
-        return layers
 
     def plan(self, spec: Spec) -> Plan:
         layers, kept = self.layers_for(spec), self.slots_within_budget(spec)
@@ -153,8 +138,8 @@ class SparDA(Budgeted):
         if self.select == "prefill":
             extra["index"] += spec.batch_size * torch.int64.itemsize
             return self.plan_slots(spec, kept, grows=True, extra=extra)
-        extra["scores"] = self.score_bytes(spec, layers)
-        traffic = self.score_traffic(spec, layers)
+        extra["scores"] = StepScores.num_bytes(spec, len(layers))
+        traffic = StepScores.bytes_read(spec, len(layers))
         if self.evict:
             traffic += extra["index"]
             return self.plan_slots(spec, kept, grows=False, extra=extra, extra_read=traffic, whole=layers)
@@ -183,19 +168,9 @@ class SparDA(Budgeted):
         why += f" beside the whole KV of {len(layers)} predictor layer{'s' * (len(layers) > 1)}"
         fixed += spec.batch_size * len(layers) * spec.context_len * spec.slot_bytes(self.stored_dtype(spec))
         # each of the other layers reads the index, but it is held once
-        fixed += self.score_bytes(spec, layers) if self.evict else self.score_traffic(spec, layers)
+        fixed += StepScores.num_bytes(spec, len(layers)) if self.evict else StepScores.bytes_read(spec, len(layers))
         per_page = INDEX_BYTES if self.evict else others * INDEX_BYTES
         return self.solve(spec, minimum, why, per_slot=per_page, fixed=fixed, page=self.page, num_layers=others)
-
-    def score_bytes(self, spec: Spec, layers: list[int]) -> int:
-        """Bytes of logits, mass and smoothed scores of all positions."""
-        positions = spec.batch_size * (spec.context_len + spec.max_new_tokens)
-        return 4 * positions * (spec.num_q_heads + len(layers) * spec.num_kv_heads + 1)
-
-    def score_traffic(self, spec: Spec, layers: list[int]) -> int:
-        """Bytes that a step reads of them, each once where it is used."""
-        positions = spec.batch_size * (spec.context_len + spec.max_new_tokens)
-        return 4 * positions * (len(layers) * (spec.num_q_heads + spec.num_kv_heads) + 2)
 
     # state
 
@@ -214,15 +189,11 @@ class SparDA(Budgeted):
             # what turns a position into a slot for the tokens after the prompt
             self.offset = torch.zeros(batch, dtype=torch.int64, device=device)
         else:
-            positions = spec.context_len + spec.max_new_tokens
-            self.logits = torch.zeros(batch, spec.num_q_heads, positions, device=device)
-            self.mass = torch.zeros(len(self.predictors), batch, spec.num_kv_heads, positions, device=device)
-            self.smoothed = torch.zeros(batch, positions, device=device)
+            self.step_scores = StepScores(spec, len(self.predictors))
         if self.selector == "mlp":
             self.mlp = SelectorMLP(len(self.predictors), spec.num_kv_heads, self.pool).requires_grad_(False)
-            if self.selector_file and Path(self.selector_file).is_file():
-                facts = {"predict_layers": self.predictors, "observe": self.observe, "head_reduce": self.head_reduce}
-                self.mlp.load(self.selector_file, facts)
+            if file := model_file(self.selector_file):
+                self.mlp.load(file, self.selector_facts())
                 self.trained = True
             self.mlp.to(device)
 
@@ -246,7 +217,7 @@ class SparDA(Budgeted):
         if self.select == "prefill":
             held["index"].append(self.offset)
         else:
-            held["scores"] = [self.logits, self.mass, self.smoothed]
+            held["scores"] = self.step_scores.tensors()
         return held | ({"selector": list(self.mlp.parameters())} if self.mlp else {})
 
     def facts(self) -> dict:
@@ -257,6 +228,10 @@ class SparDA(Budgeted):
             "calibration": self.calibration if self.predict_layers == "auto" else None,
             "selector_file": self.selector_file if self.trained else None,
         }
+
+    def selector_facts(self) -> dict:
+        """Settings that a trained selector holds for."""
+        return {"predict_layers": self.predictors, "observe": self.observe, "head_reduce": self.head_reduce, "pool": self.pool}
 
     def flags(self) -> list[str]:
         return ["untrained"] if self.selector == "mlp" and not self.trained else []
@@ -279,8 +254,7 @@ class SparDA(Budgeted):
             return
         scores = self.score(torch.stack(self.observed))
         if self.select == "decode":
-            self.smoothed[seq].zero_()
-            self.smoothed[seq, :length] = scores
+            self.step_scores.start(seq, scores)
         if self.memory_class == "freed":
             self.chosen = self.choose(scores, seq)
             while self.waiting:
@@ -334,7 +308,7 @@ class SparDA(Budgeted):
     def overwrite(self, seen: Tensor) -> Tensor:
         """Slot [B] for the token at position seen [B]: the next free one, else that of the worst score; noted in the index."""
         positions = self.index.long()
-        scores = self.smoothed.gather(1, positions.clamp(min=0))
+        scores = self.step_scores.smoothed.gather(1, positions.clamp(min=0))
         forced = (positions < self.num_sinks) | (positions > (seen - self.window)[:, None])
         worst = scores.masked_fill(forced, torch.inf).argmin(1)
         slot = torch.where(seen < self.planned.kept, seen, worst)
@@ -343,18 +317,14 @@ class SparDA(Budgeted):
 
     def list_pages(self, seen: Tensor) -> None:
         """Pages to read in this step, the new token's included: index [B, N] ascending, -1 behind."""
-        pages, used = page_scores(self.smoothed, self.page), seen // self.page + 1
+        pages, used = page_scores(self.step_scores.smoothed, self.page), seen // self.page + 1
         self.index.copy_(select_best(pages, self.index.shape[1], *self.forced_pages, self.spec.impl, lengths=used))
 
     def rescore(self, layer_idx: int, lse: Tensor) -> None:
         """Take the logits of a predictor layer, lse [B, Hq]; behind the last one scores and index are those of this step."""
-        exists = torch.arange(self.logits.shape[2], device=lse.device) < self.step["so_far"][:, None]
-        # what stands behind is undefined
-        mass = (self.logits - lse[..., None]).exp().masked_fill(~exists[:, None], 0)
-        mass = reduced(mass.unflatten(1, (self.spec.num_kv_heads, -1)), self.head_reduce, 2)
-        self.mass[self.predictors.index(layer_idx)] = mass
+        self.step_scores.take(self.predictors.index(layer_idx), lse, self.step["so_far"], self.head_reduce)
         if layer_idx == self.predictors[-1]:
-            self.smoothed.lerp_(self.score(self.mass), self.ema)
+            self.step_scores.smoothed.lerp_(self.score(self.step_scores.mass), self.ema)
             if not self.evict:
                 self.list_pages(self.step["position"])
 
@@ -407,12 +377,12 @@ class PredictorLayer(KVLayer):
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         method, step = self.method, self.method.step
         self.slots.append(k[:, :, 0], v[:, :, 0], step["position"])
-        out, lse = self.slots.attend(q[:, :, 0], step["so_far"], method.spec.scale, logits=method.logits)
+        out, lse = self.slots.attend(q[:, :, 0], step["so_far"], method.spec.scale, logits=method.step_scores.logits)
         method.rescore(self.layer_idx, lse)
         return out[:, :, None]
 
     def positions(self, seen: Tensor) -> Tensor:
-        slots = torch.arange(self.method.logits.shape[2], device=seen.device)
+        slots = torch.arange(self.method.step_scores.smoothed.shape[1], device=seen.device)
         held = torch.where(slots < seen[:, None], slots, -1)
         return held[:, None].expand(-1, self.method.spec.num_kv_heads, -1)
 
