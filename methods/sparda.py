@@ -157,7 +157,9 @@ class SparDA(Budgeted):
         why = f"{self.num_sinks} sinks, {self.window} recent tokens and one chosen"
         if self.page > 1:
             why += f" in pages of {self.page}"
-        fixed = SelectorMLP.num_bytes(len(layers), spec.num_kv_heads) if self.selector == "mlp" else 0
+        # charged to each sequence, though held once: a batch keeps what each of its prompts would keep alone
+        weights = SelectorMLP.num_bytes(len(layers), spec.num_kv_heads) if self.selector == "mlp" else 0
+        fixed = spec.batch_size * weights
         minimum = (sinks + window + 1) * self.page
         if self.select == "prefill":
             fixed += spec.batch_size * torch.int64.itemsize
