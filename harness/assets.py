@@ -20,7 +20,7 @@ def places(name: str, path: str | None, file: str) -> list[Path]:
 
 
 def find(name: str, path: str | None, file: str) -> str:
-    """The file, or where it would be written; relative to the checkout where it lies inside, so that it means the same anywhere."""
+    """The file, or where it would be written; relative where it lies in the checkout, so that it means the same anywhere."""
     candidates = places(name, path, file)
     found = next((place for place in candidates if place.is_file()), candidates[-1])
     return found.relative_to(ROOT).as_posix() if found.is_relative_to(ROOT) else str(found)

@@ -1,4 +1,4 @@
-"""From the attention that keys receive to one score per key: pure functions on the device, alike in prefill and in a decode step.
+"""From the attention that keys receive to one score per key: on the device, alike in prefill and in a decode step.
 
 `mass` is [P, ..., Hkv, T] fp32: attention mass per query, of P predictor layers, each KV head's query group already reduced.
 """
@@ -31,7 +31,7 @@ def pool_neighbours(scores: Tensor, pool: int) -> Tensor:
 
 
 def share_of_segment(scores: Tensor, segment: int) -> Tensor:
-    """Each score as its share of the sum of its segment (of `segment` keys, the last may be shorter), along the last dimension."""
+    """Each score as its share of its segment's sum, along the last dimension; the last segment may be shorter."""
     length = scores.shape[-1]
     padded = nn.functional.pad(scores, (0, -length % segment)).unflatten(-1, (-1, segment))
     return (padded / padded.sum(-1, keepdim=True).clamp(min=TINY)).flatten(-2)[..., :length]
