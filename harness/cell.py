@@ -46,7 +46,7 @@ NOISY = 3  # p95 over median of the step times above which something else had th
 DONE = object()
 # what can change a measured value; the card, W&B and the command line cannot
 MEASURING_CODE = [f"harness/{name}.py" for name in ("cell", "engine", "hf", "ledger", "models", "step", "timing")]
-MEASURING_CODE += ["methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py"]
+MEASURING_CODE += ["methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py", "assets/*/calibration.json"]
 
 
 class NonFinite(RuntimeError):
@@ -439,6 +439,8 @@ class Side:
             )
         row.method_facts = self.method.facts()
         row.flags += [flag for flag in self.method.flags() if flag not in row.flags]
+        if row.method_facts.get("calibration_weights", row.versions["weights"]) != row.versions["weights"]:
+            row.flags.append("foreign_calibration")
         row.status = "ok"
 
     def save(self, out_dir: Path | None) -> None:

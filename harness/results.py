@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STATUSES = ("ok", "oom_prefill", "oom_decode", "invalid", "nan", "timeout", "failed")
-FLAGS = ("noop", "untrained", "baseline_broken", "short_decode", "simulated", "not_interleaved", "noisy", "few_prefills")
+FLAGS = (
+    "noop",
+    "untrained",
+    "baseline_broken",
+    "short_decode",
+    "simulated",
+    "not_interleaved",
+    "noisy",
+    "few_prefills",
+    "foreign_calibration",
+)
 
 
 @dataclass

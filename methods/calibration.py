@@ -18,19 +18,19 @@ def model_file(path: str | None) -> Path | None:
 
 
 def calibrated(path: str | None, part: str, spec: Spec, knob: str) -> dict:
-    """One method's part of a calibration; ValueError of one line, naming `knob` as what needs it and the way out."""
+    """A calibration that has this method's part; ValueError of one line, naming `knob` as what needs it and the way out."""
     file = model_file(path)
     if file is None:
         missing = f"{path} does not exist" if path else "method.calibration names no file"
         raise ValueError(f"{knob} needs a calibration and {missing}: {MAKE}")
     try:
         content = json.loads(file.read_text())
-        shape, found = content["shape"], content[part]
+        shape, _ = content["shape"], content[part]
     except (ValueError, KeyError, TypeError) as err:
         raise ValueError(f"{knob}: {path} is no calibration of {part} ({err!r}): {MAKE}") from None
     if shape != shape_of(spec):
         raise ValueError(f"{knob}: {path} was made for another model, of {shape} and not {shape_of(spec)}: {MAKE}")
-    return found
+    return content
 
 
 def shape_of(spec: Spec) -> dict[str, int]:

@@ -120,7 +120,7 @@ class SparDA(Budgeted):
         fitting = [length for length in self.depth_by_length if length <= spec.context_len]
         layers = self.depth_by_length[max(fitting)] if fitting else self.predict_layers
         if layers == "auto":
-            layers = calibrated(self.calibration, "sparda", spec, "method.predict_layers=auto")["predict_layers"]
+            layers = calibrated(self.calibration, "sparda", spec, "method.predict_layers=auto")["sparda"]["predict_layers"]
         if not all(0 <= layer < spec.num_layers for layer in layers):
             raise ValueError(
                 f"method.predict_layers={list(layers)} names a layer that the model lacks; it has layers 0 to "
@@ -223,13 +223,16 @@ class SparDA(Budgeted):
         return held | ({"selector": list(self.mlp.parameters())} if self.mlp else {})
 
     def facts(self) -> dict:
-        deepest = max(self.predictors)
-        return {
+        facts = {
             "predict_layers": self.predictors,
-            "predictor_depth": round((deepest + 1) / self.spec.num_layers, 3),
-            "calibration": self.calibration if self.predict_layers == "auto" else None,
+            "predictor_depth": round((self.predictors[-1] + 1) / self.spec.num_layers, 3),
+            "calibration": None,
             "selector_file": self.selector_file if self.trained else None,
         }
+        if self.predict_layers == "auto":
+            made = calibrated(self.calibration, "sparda", self.spec, "method.predict_layers=auto")
+            facts |= {"calibration": self.calibration, "calibration_weights": made["weights"]}
+        return facts
 
     def selector_facts(self) -> dict:
         """Settings that a trained selector holds for."""

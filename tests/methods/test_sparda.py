@@ -429,13 +429,16 @@ def test_auto_reads_the_calibration(tiny, tmp_path):
         auto.plan(spec)
     with pytest.raises(ValueError, match="method.calibration names no file"):
         make("prefill", predict_layers="auto").plan(spec)
-    file.write_text(json.dumps({"shape": calibration.shape_of(spec), "sparda": {"predict_layers": [2, 1]}}))
+    written = {"shape": calibration.shape_of(spec), "weights": "these", "sparda": {"predict_layers": [2, 1]}}
+    file.write_text(json.dumps(written))
     assert auto.layers_for(spec) == [1, 2]
     engine = build(tiny, auto)
     assert engine.method.facts() == {
         "predict_layers": [1, 2], "predictor_depth": 0.75, "calibration": str(file), "selector_file": None,
+        "calibration_weights": "these",
     }  # fmt: skip
-    file.write_text(json.dumps({"shape": calibration.shape_of(spec) | {"num_layers": 9}, "sparda": {"predict_layers": [1]}}))
+    assert "calibration_weights" not in build(tiny, make("prefill")).method.facts()
+    file.write_text(json.dumps(written | {"shape": calibration.shape_of(spec) | {"num_layers": 9}}))
     with pytest.raises(ValueError, match="was made for another model"):
         auto.plan(spec)
     file.write_text("{")
