@@ -48,7 +48,7 @@ DONE = object()
 MEASURING_CODE = [
     f"harness/{name}.py" for name in ("cell", "engine", "hf", "ledger", "models", "recurrent", "sliding", "step", "timing")
 ]
-MEASURING_CODE += ["methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py"]
+MEASURING_CODE += ["methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py", "assets/*/calibration.json"]
 
 
 class NonFinite(RuntimeError):
@@ -441,6 +441,8 @@ class Side:
             )
         row.method_facts = self.method.stored_facts() | self.method.facts()
         row.flags += [flag for flag in self.method.flags() if flag not in row.flags]
+        if row.method_facts.get("calibration_weights", row.versions["weights"]) != row.versions["weights"]:
+            row.flags.append("foreign_calibration")
         row.status = "ok"
 
     def save(self, out_dir: Path | None) -> None:

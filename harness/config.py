@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import methods
 import tasks
+from harness import assets
 from harness.models import ModelConf
 from harness.results import Row
 from methods.base import Method
@@ -156,6 +157,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("new_dir", _new_dir, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("cell_dir", _cell_dir, replace=True)
     OmegaConf.register_new_resolver("options", _list_options, replace=True)
+    OmegaConf.register_new_resolver("model_file", _model_file, replace=True)
 
 
 def _new_dir(path: str) -> str:
@@ -177,6 +179,11 @@ def _cell_dir(number: int, overrides: str) -> str:
 
 def _list_options() -> str:
     return "\n".join(f"{group}: {', '.join(options(group))}" for group in _groups())
+
+
+def _model_file(file: str, *, _root_) -> str:
+    """Path of a file that belongs to the cell's model: its calibration, a trained head."""
+    return assets.find(_root_.model.name, _root_.model.path, file)
 
 
 def _groups() -> list[str]:
@@ -274,6 +281,17 @@ def preflight(argv: list[str]) -> None:
     notes += [f"note: cannot run, becomes an invalid row: {names[key]}: {why}" for key, why in impossible.items()]
     for note in dict.fromkeys(notes):
         print(note, file=sys.stderr)
+
+
+def compose_cells(overrides: list[str]) -> list[DictConfig]:
+    """The composed cells of these overrides, one for each combination of several values; ConfigError for the first mistake.
+
+    For programs beside run.py: no plan is checked.
+    """
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cells, _ = _expand(_flags(["-m", *overrides]))
+        return [_compose(lines) for lines in cells]
 
 
 def _impossible(cells: dict[str, DictConfig]) -> dict[str, str]:

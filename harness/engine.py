@@ -59,10 +59,10 @@ class Engine:
                 f"kv_dtype={method.kv_dtype} seals blocks on the host with impl=reference, which no graph can hold; "
                 "use impl=triton or decode_impl=eager"
             )
-        if method.planned.headroom > max_new_tokens:
+        headroom = max(method.planned.layer_slots(i)[1] for i in range(self.spec.num_layers))
+        if headroom > max_new_tokens:
             raise ValueError(
-                f"{type(method).__name__} plans headroom={method.planned.headroom} slots, more than the {max_new_tokens} "
-                "tokens that can come"
+                f"{type(method).__name__} plans headroom={headroom} slots, more than the {max_new_tokens} tokens that can come"
             )
         sliding = hf.make_sliding(model.config, self.spec)
         self.methods = [method, sliding] if sliding else [method]
@@ -167,8 +167,9 @@ class Engine:
 
         A block that was sealed since has lost its tokens' 16-bit rows, so prefill must come again.
         """
-        slots = [self.method.slot_of(seen) // BLOCK for seen in (self.start[0], self.seen)]
-        return not self.seals or torch.equal(*slots)
+        if not self.seals:
+            return True
+        return torch.equal(*(self.method.slot_of(seen) // BLOCK for seen in (self.start[0], self.seen)))
 
     def rewind(self) -> None:
         """Back to the end of the prompt, for timing the same decode again: same lengths and bytes, but a ring has moved on."""

@@ -50,7 +50,7 @@ def measure(method: Method) -> Ledger:
             for tensor in tensors:
                 kind_of[tensor.untyped_storage().data_ptr()] = kind
     for layer in method.layers:
-        for tensor, size in layer.slots.headroom(method.planned.headroom):
+        for tensor, size in layer.slots.headroom(method.planned.layer_slots(layer.layer_idx)[1]):
             pointer = tensor.untyped_storage().data_ptr()
             free[pointer] = free.get(pointer, 0) + size
     step_storages = held_storages(method.step)

@@ -22,6 +22,7 @@ FLAGS = (
     "noisy",
     "few_prefills",
     "slow_kernels",
+    "foreign_calibration",
 )
 
 

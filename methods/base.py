@@ -14,9 +14,9 @@ One method = one file here + one yaml in conf/method/. The life of a method in a
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -79,10 +79,15 @@ class Plan:
     ledger: dict[str, int]  # predicted resident bytes by kind, without headroom
     read_bytes: int  # KV bytes read per decode step, mean over max_new_tokens steps
     noop: bool = False  # the budget covers the prompt: same as full
+    other_layers: dict[int, tuple[int, int]] = field(default_factory=dict)  # kept, headroom of layers that differ from that
 
     @property
     def num_slots(self) -> int:
         return self.kept + self.headroom
+
+    def layer_slots(self, layer_idx: int) -> tuple[int, int]:
+        """Kept and headroom slots of one layer."""
+        return self.other_layers.get(layer_idx, (self.kept, self.headroom))
 
     @property
     def resident_bytes(self) -> int:
@@ -119,18 +124,22 @@ class Method:
             )
         return [format] * spec.num_layers
 
-    def held_bytes(self, spec: Spec, num_slots: int) -> dict[str, int]:
-        """Bytes of `num_slots` slots in every layer, by ledger kind."""
+    def count_formats(self, spec: Spec, layers: Collection[int] | None) -> Counter:
+        """How many of these layers (None: all) are stored in which format."""
+        return Counter(format for i, format in enumerate(self.formats(spec)) if layers is None or i in layers)
+
+    def held_bytes(self, spec: Spec, num_slots: int, layers: Collection[int] | None = None) -> dict[str, int]:
+        """Bytes of `num_slots` slots in each of these layers (None: all), by ledger kind."""
         held: Counter = Counter()
-        for format, count in Counter(self.formats(spec)).items():
+        for format, count in self.count_formats(spec, layers).items():
             by_kind = format.held_bytes(spec.batch_size, spec.num_kv_heads, num_slots, spec.head_dim)
             held.update({kind: count * size for kind, size in by_kind.items() if size})
         return dict(held)
 
-    def read_bytes(self, spec: Spec, lengths: Sequence[int]) -> int:
-        """KV bytes that a step reads over all layers and sequences, mean over steps in which `lengths` slots count."""
+    def read_bytes(self, spec: Spec, lengths: Sequence[int], layers: Collection[int] | None = None) -> int:
+        """KV bytes that a step reads over these layers and all sequences, mean over steps in which `lengths` slots count."""
         total = 0
-        for format, count in Counter(self.formats(spec)).items():
+        for format, count in self.count_formats(spec, layers).items():
             total += count * sum(format.read_bytes(spec.num_kv_heads, spec.head_dim, length) for length in lengths)
         return spec.batch_size * total // len(lengths)
 
@@ -150,11 +159,20 @@ class Method:
         """Slots and predicted bytes for these shapes; ValueError with one line when they are impossible."""
         raise NotImplementedError
 
-    def plan_slots(self, spec: Spec, kept: int, grows: bool, extra: dict[str, int] | None = None, extra_read: int = 0) -> Plan:
+    def plan_slots(
+        self,
+        spec: Spec,
+        kept: int,
+        grows: bool,
+        extra: dict[str, int] | None = None,
+        extra_read: int = 0,
+        whole: Collection[int] = (),
+    ) -> Plan:
         """Plan of `kept` slots in every layer; new tokens take further slots when it grows, else they overwrite.
 
         Args:
             extra: predicted bytes of what is held beside the slots, by ledger kind; extra_read: bytes of it that a step reads.
+            whole: layers that keep every token of the prompt and append the new ones, whatever the others do.
         """
         noop = kept >= spec.context_len
         grows = grows or noop
@@ -162,15 +180,20 @@ class Method:
             raise ValueError(
                 f"{type(self).__name__} overwrites slots without saying so: set overwrites = True in it, or use kv_dtype=int8"
             )
-        ledger = Counter(self.held_bytes(spec, kept))
+        others = [layer for layer in range(spec.num_layers) if layer not in whole]
+        ledger = Counter(self.held_bytes(spec, kept, others))
+        ledger.update(self.held_bytes(spec, spec.context_len, whole))
         ledger.update(extra or {})
-        lengths = range(kept + 1, kept + spec.max_new_tokens + 1) if grows else [kept]
+        steps = range(1, spec.max_new_tokens + 1)
+        read_bytes = self.read_bytes(spec, [kept + step for step in steps] if grows else [kept], others)
+        read_bytes += self.read_bytes(spec, [spec.context_len + step for step in steps], whole)
         return Plan(
             kept=kept,
             headroom=spec.max_new_tokens if grows else 0,
             ledger=dict(ledger),
-            read_bytes=self.read_bytes(spec, lengths) + extra_read,
+            read_bytes=read_bytes + extra_read,
             noop=noop,
+            other_layers=dict.fromkeys(whole, (spec.context_len, spec.max_new_tokens)),
         )
 
     def bind(self, spec: Spec) -> None:
@@ -273,27 +296,40 @@ class Budgeted(Method):
         # the slack of 1e-9 keeps 1 - 0.8 from losing a slot to binary rounding
         return int((1 - self.allowed_sparsity(spec)) * self.full_bytes(spec) + 1e-6)
 
-    def solve(self, spec: Spec, minimum: int, why: str, per_slot: int = 0, fixed: int = 0) -> int:
+    def solve(
+        self,
+        spec: Spec,
+        minimum: int,
+        why: str,
+        per_slot: int = 0,
+        fixed: int = 0,
+        page: int = 1,
+        layers: Collection[int] | None = None,
+    ) -> int:
         """Slots per layer that the budget buys; all of context_len when it covers the prompt.
 
         Args:
             minimum: fewest slots that make sense, named by `why` in the error.
-            per_slot: further bytes per slot and sequence, once for all layers (an index, positions).
+            per_slot: further bytes per slot (per page, where pages are larger) and sequence, once for all layers (an index).
             fixed: further bytes whatever the number of slots.
+            page: slots are bought in pages of so many.
+            layers: those that hold these slots (None: all); what the others hold belongs to `fixed`.
         """
         fixed += spec.other_bytes
 
         def held(num_slots: int) -> int:
-            return sum(self.held_bytes(spec, num_slots).values()) + spec.batch_size * num_slots * per_slot + fixed
+            slots = sum(self.held_bytes(spec, num_slots, layers).values())
+            return slots + spec.batch_size * (num_slots // page) * per_slot + fixed
 
         budget, full = self.budget_bytes(spec), self.full_bytes(spec)
         if budget >= full:
             return spec.context_len
         # tiles and tails make steps: the most slots that take no more than the budget
-        kept = max(0, bisect_right(range(spec.context_len + 1), budget, key=held) - 1)
+        sizes = range(0, spec.context_len + 1, page)
+        kept = sizes[max(0, bisect_right(sizes, budget, key=held) - 1)]
         if kept >= minimum:
             return kept
-        limit = 1 - held(minimum) / full + self.sparsity - self.allowed_sparsity(spec)
+        limit = 1 - held(-(-minimum // page) * page) / full + self.sparsity - self.allowed_sparsity(spec)
         knob = f"sparsity={self.sparsity:g}" if self.kv_budget is None else f"kv_budget={self.kv_budget:g}"
         way_out = f"largest sparsity here: {int(limit * 1000) / 1000:g}" if limit > 0 else "use a longer context_len"
         if tail := self.held_bytes(spec, 0).get("tail"):
@@ -312,7 +348,7 @@ class KVLayer:
         self.slots = make_slots(
             spec.batch_size,
             spec.num_kv_heads,
-            method.planned.num_slots,
+            sum(method.planned.layer_slots(layer_idx)),
             spec.head_dim,
             method.formats(spec)[layer_idx],
             spec.device,

@@ -30,6 +30,7 @@ FLAG_TEXTS = {
     "simulated": "bytes are computed, not held: memory and speed are not real",
     "noisy": "the slowest steps took over 3 times the median: something else used the machine",
     "few_prefills": "the time to first token comes from fewer than 5 prefills",
+    "foreign_calibration": "the method was calibrated on other weights than those that ran",
     "not_interleaved": "full and the method were timed one after the other, not in turns",
 }
 QUESTION_TEXTS = {"visible": "compression has seen it", "hidden": "compression has not seen it"}

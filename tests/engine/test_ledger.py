@@ -175,7 +175,7 @@ def test_bytes_cannot_be_renamed_away(tiny_llama, broken, message):
 
 def test_sparda_frees_the_waiting_layers(tiny_llama):
     engine = built(tiny_llama, SparDA(sparsity=0.5, predict_layers=[2], window=4))
-    assert engine.method.waiting == [] and engine.method.scores == []
+    assert engine.method.waiting == [] and engine.method.observed == []
     assert "undeclared" not in measure(engine.method).kinds
 
 
