@@ -52,6 +52,7 @@ SPARSITIES = (0.5, 0.7, 0.8, 0.9)
 IOU_SPARSITY = 0.8
 BLOCK = 128
 BLOCK_MASSES = (0.95, 0.99)
+SEED_OFFSET = 1_000_000  # calibration never sees what run.py draws with its usual seeds
 SETTINGS = ("observe", "pool", "head_reduce", "fuse", "segment", "num_sinks", "window")
 CRITERION = (
     f"at most {MOST_LAYERS} layers, greedily, by mean attention-weighted recall over haystacks, context lengths and "
@@ -304,7 +305,7 @@ def calibrate(overrides: list[str]) -> dict:
             raise ConfigError(f"shape.context_len={length} is more than the {loaded.max_context} tokens that the model allows")
         title = " ".join([choice_of(cfg.task), *([task.haystack] if hasattr(task, "haystack") else []), str(length)])
         group = groups.setdefault(title, [])
-        for sample in task.samples(loaded.tokenizer, length, own.seed):
+        for sample in task.samples(loaded.tokenizer, length, own.seed + SEED_OFFSET):
             rest = rest_of(sample, loaded.tokenizer)
             if not rest:
                 raise ConfigError(
@@ -315,6 +316,7 @@ def calibrate(overrides: list[str]) -> dict:
             print(f"{title}: {len(group)} of {task.num_samples}", file=sys.stderr, flush=True)
         runs.append(
             {
+                "seed": own.seed + SEED_OFFSET,
                 "task": OmegaConf.to_container(cfg.task, resolve=True) | {"name": choice_of(cfg.task)},
                 "context_len": length,
                 "num_samples": len(group),

@@ -85,12 +85,20 @@ class StepScores:
         self.smoothed[seq].zero_()
         self.smoothed[seq, : len(scores)] = scores
 
+    def exists(self, lengths: Tensor) -> Tensor:
+        """Which positions hold a token, [B, C], from lengths [B]."""
+        return torch.arange(self.smoothed.shape[1], device=lengths.device) < lengths[:, None]
+
     def take(self, place: int, lse: Tensor, lengths: Tensor, head_reduce: str) -> None:
         """Mass of predictor `place` from its logits, their lse [B, Hq] and the lengths [B] that count."""
-        exists = torch.arange(self.logits.shape[2], device=lse.device) < lengths[:, None]
         # logits behind the lengths are undefined
-        mass = (self.logits - lse[..., None]).exp().masked_fill(~exists[:, None], 0)
+        mass = (self.logits - lse[..., None]).exp().masked_fill(~self.exists(lengths)[:, None], 0)
         self.mass[place] = reduced(mass.unflatten(1, (self.mass.shape[2], -1)), head_reduce, 2)
+
+    def smooth(self, scores: Tensor, lengths: Tensor, ema: float) -> None:
+        """Scores [B, C] of this step count `ema`, those before it the rest."""
+        # pooling reaches over the end: a token to come must not inherit a score
+        self.smoothed.lerp_(scores.masked_fill(~self.exists(lengths), 0), ema)
 
 
 class SelectorMLP(nn.Module):

@@ -336,7 +336,7 @@ class SparDA(Budgeted):
         """Take the logits of a predictor layer, lse [B, Hq]; behind the last one scores and index are those of this step."""
         self.step_scores.take(self.predictors.index(layer_idx), lse, self.step["so_far"], self.head_reduce)
         if layer_idx == self.predictors[-1]:
-            self.step_scores.smoothed.lerp_(self.score(self.step_scores.mass), self.ema)
+            self.step_scores.smooth(self.score(self.step_scores.mass), self.step["so_far"], self.ema)
             if not self.evict:
                 self.list_pages(self.step["position"])
 
