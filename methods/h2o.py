@@ -45,9 +45,7 @@ class H2O(Budgeted):
         heads = spec.batch_size * spec.num_layers * spec.num_kv_heads
         # the step's logits have one buffer for all layers, but it is as long as the cache: held, so counted
         per_slot = spec.num_layers * spec.num_kv_heads * (SCORE_BYTES + POSITION_BYTES) + spec.num_q_heads * LOGIT_BYTES
-        kept = self.solve(
-            spec, minimum=2, why="one heavy and one recent token", per_slot=per_slot, fixed=heads * SLOT_BYTES
-        )
+        kept = self.solve(spec, minimum=2, why="one heavy and one recent token", per_slot=per_slot, fixed=heads * SLOT_BYTES)
         if kept == spec.context_len:
             return self.plan_slots(spec, kept, grows=False)
         logits = spec.batch_size * spec.num_q_heads * kept * LOGIT_BYTES
@@ -101,7 +99,7 @@ class H2OLayer(KVLayer):
         return out
 
     def keep_heavy(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seq: int) -> None:
-        """Recent tokens and the best of the rest into the first slots, in the order of time; the next token's slot is claimed."""
+        """Recent tokens and the best of the rest into the first slots, by time; then the next token's slot is claimed."""
         method, spec = self.method, self.method.spec
         length = k.shape[2]
         kept = min(length, method.planned.kept)

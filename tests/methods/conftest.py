@@ -38,9 +38,7 @@ class Slow:
     def rotated(self, x, positions):  # [H, N, D] at positions [N]
         angles = positions.double()[:, None] * self.frequencies
         left, right = x.chunk(2, -1)
-        return torch.cat(
-            [left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1
-        )
+        return torch.cat([left * angles.cos() - right * angles.sin(), right * angles.cos() + left * angles.sin()], -1)
 
     def norm(self, x, module):
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)

@@ -83,5 +83,7 @@ def test_nan_stays_in_its_sequence(nan_stays_in_its_sequence):
 
 
 def test_budget_below_the_minimum_is_refused(tiny_llama):
-    with pytest.raises(ValueError, match="leaves 0 slots of 10, fewer than the 1 that hold one token; largest sparsity here: 0.9"):
+    with pytest.raises(
+        ValueError, match="leaves 0 slots of 10, fewer than the 1 that hold one token; largest sparsity here: 0.9"
+    ):
         Engine(tiny_llama(), Oracle(sparsity=0.95), batch_size=1, max_prompt_len=10, max_new_tokens=5)

@@ -77,7 +77,9 @@ def test_knobs_are_checked(knobs, message):
 
 
 def test_budget_below_the_minimum_is_refused(tiny_llama):
-    with pytest.raises(ValueError, match="fewer than the 33 that hold the last 32 tokens and one chosen; largest sparsity here: 0.6"):
+    with pytest.raises(
+        ValueError, match="fewer than the 33 that hold the last 32 tokens and one chosen; largest sparsity here: 0.6"
+    ):
         Engine(tiny_llama(), SnapKV(sparsity=0.8), batch_size=1, max_prompt_len=101, max_new_tokens=5)
 
 
