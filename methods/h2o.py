@@ -99,7 +99,7 @@ class H2OLayer(KVLayer):
         return out
 
     def keep_heavy(self, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, seq: int) -> None:
-        """Recent tokens and the best of the rest into the first slots, in the order of time; the next token's slot is claimed."""
+        """Recent tokens and the best of the rest into the first slots, by time; then the next token's slot is claimed."""
         method, spec = self.method, self.method.spec
         length = k.shape[2]
         kept = min(length, method.planned.kept)

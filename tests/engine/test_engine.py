@@ -6,7 +6,11 @@ from transformers import DynamicCache
 
 from harness.engine import Engine
 from methods.full import Full
+from methods.h2o import H2O
 from methods.int8 import Int8
+from methods.oracle import Oracle
+from methods.random import Random
+from methods.snapkv import SnapKV
 from methods.sparda import SparDA
 from methods.streaming_llm import StreamingLLM
 from methods.window import Window
@@ -22,11 +26,20 @@ METHODS = {
     "streaming_llm_int8": lambda: StreamingLLM(sparsity=0.3, kv_dtype="int8"),
     "sparda": lambda: SparDA(sparsity=0.6, predict_layers=[1], window=4),
     "sparda_int8": lambda: SparDA(sparsity=0.4, predict_layers=[0, 1], window=4, kv_dtype="int8", observe="all"),
+    "h2o": lambda: H2O(sparsity=0.6),
+    "h2o_mean_int8": lambda: H2O(sparsity=0.3, score="mean", kv_dtype="int8"),
+    "snapkv": lambda: SnapKV(sparsity=0.6, window=4),
+    "random": lambda: Random(sparsity=0.6, window=4),
+    "oracle": lambda: Oracle(sparsity=0.6),
 }
 KEEP_ALL = {
     "window": lambda: Window(sparsity=0.0),
     "streaming_llm": lambda: StreamingLLM(sparsity=0.0),
     "sparda": lambda: SparDA(sparsity=0.0, predict_layers=[1]),
+    "h2o": lambda: H2O(sparsity=0.0),
+    "snapkv": lambda: SnapKV(sparsity=0.0),
+    "random": lambda: Random(sparsity=0.0),
+    "oracle": lambda: Oracle(sparsity=0.0),
 }
 
 

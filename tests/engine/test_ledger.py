@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -9,8 +10,12 @@ import torch
 from harness import hf
 from harness.engine import Engine
 from harness.ledger import measure
+from harness.timing import Clock
 from methods.full import Full
+from methods.h2o import H2O
 from methods.int8 import Int8
+from methods.random import Random
+from methods.snapkv import SnapKV
 from methods.sparda import SparDA
 from methods.streaming_llm import StreamingLLM
 from methods.window import Window
@@ -20,6 +25,9 @@ BUDGETED = {
     "window": lambda **knobs: Window(**knobs),
     "streaming_llm": lambda **knobs: StreamingLLM(**knobs),
     "sparda": lambda **knobs: SparDA(predict_layers=[1], window=4, **knobs),
+    "h2o": lambda **knobs: H2O(**knobs),
+    "snapkv": lambda **knobs: SnapKV(window=4, **knobs),
+    "random": lambda **knobs: Random(window=4, **knobs),
 }
 
 
@@ -58,7 +66,7 @@ def test_budget_is_met_and_predicted(tiny_llama, name, sparsity, kv_dtype):
     assert {kind: size for kind, size in ledger.kinds.items() if kind != "headroom"} == method.planned.ledger
     assert ledger.resident_bytes <= (1 - sparsity) * full + 1e-6
     # and the budget is used: less than one slot (8 bit: one tile of 32) of all layers and sequences is left over
-    slot = 2 * (LAYERS * engine.spec.slot_bytes(method.stored_dtype(engine.spec)) + 4) * (32 if kv_dtype == "int8" else 1)
+    slot = method.planned.resident_bytes / method.planned.kept * (32 if kv_dtype == "int8" else 1)
     assert ledger.resident_bytes > (1 - sparsity) * full - slot
 
 
@@ -70,7 +78,7 @@ def test_kv_budget_is_a_share_of_the_bf16_cache(tiny_llama, name):
         assert 0.8 * budget < engine.ledger().resident_bytes <= budget + 1e-6
 
 
-@pytest.mark.parametrize("name", ("window", "streaming_llm"))
+@pytest.mark.parametrize("name", ("window", "streaming_llm", "h2o"))
 def test_overwriting_methods_hold_constant_memory(tiny_llama, name):
     engine = built(tiny_llama, BUDGETED[name](sparsity=0.8), new=90)
     before = engine.ledger()
@@ -147,10 +155,45 @@ class Slicer(Window):
 )
 def test_hidden_memory_shows(tiny_llama, broken):
     engine = built(tiny_llama, broken(sparsity=0.8))
-    engine.decode(2)
+    with torch.inference_mode():
+        engine.method.begin_step(engine.seen)
     ledger = engine.ledger()
     assert ledger.resident_bytes > 1.5 * engine.method.planned.resident_bytes
     assert ledger.resident_bytes > engine.method.budget_bytes(engine.spec)
+    with pytest.raises(RuntimeError, match=rf"{broken.__name__} holds {ledger.resident_bytes} bytes after 0 decoded tokens"):
+        engine.decode(2)
+
+
+class Growing(Window):
+    """Broken on purpose: from the 100th decoded token on it puts something aside at each step."""
+
+    def begin_step(self, seen):
+        super().begin_step(seen)
+        self.num_begun = getattr(self, "num_begun", 0) + 1
+        if self.num_begun > 100:
+            self.secret = [*getattr(self, "secret", []), torch.zeros(1000)]
+
+
+@pytest.mark.parametrize("parts", ([200], [1] * 200, [50, 150]), ids=("at_once", "one_by_one", "two_parts"))
+def test_growth_shows_within_64_tokens(tiny_llama, parts):
+    engine = built(tiny_llama, Growing(sparsity=0.8), new=200)
+    held = engine.ledger().allocated_bytes
+    message = f"Growing grew from {held} to {held + 28 * 4000} bytes while it decoded 128 tokens"
+    with pytest.raises(RuntimeError, match=message):
+        for part in parts:
+            engine.decode(part)
+
+
+def test_looking_at_the_ledger_is_not_timed(tiny_llama, monkeypatch):
+    engine = built(tiny_llama, Window(sparsity=0.8), new=130)
+    looks = []
+    ticks = iter(range(10**6))
+    monkeypatch.setattr("harness.timing.time", types.SimpleNamespace(perf_counter=lambda: next(ticks)))
+    monkeypatch.setattr(engine, "check_bytes", lambda: looks.append((engine.num_steps, next(ticks))))
+    clock = Clock(torch.device("cpu"))
+    engine.decode(130, clock)
+    assert [num_steps for num_steps, _ in looks] == [0, 64, 128]
+    assert clock.durations_ms() == [1000] * 130, "a look takes a tick, too"
 
 
 class Spacious(Window):
@@ -201,7 +244,9 @@ def test_impossible_budgets_are_refused(tiny_llama, method, message):
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("name", "minimum"), (("window", 1), ("streaming_llm", 5), ("sparda", 9)))
+@pytest.mark.parametrize(
+    ("name", "minimum"), (("window", 1), ("streaming_llm", 5), ("sparda", 9), ("h2o", 2), ("snapkv", 5), ("random", 9))
+)
 def test_the_named_largest_sparsity_works(tiny_llama, name, minimum):
     spec = hf.make_spec(tiny_llama(), batch_size=2, context_len=200, max_new_tokens=4, impl="reference")
     with pytest.raises(ValueError, match="largest sparsity here: ") as caught:

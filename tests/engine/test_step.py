@@ -8,7 +8,11 @@ from harness import hf
 from harness.engine import Engine
 from harness.step import can_fuse
 from methods.full import Full
+from methods.h2o import H2O
 from methods.int8 import Int8
+from methods.oracle import Oracle
+from methods.random import Random
+from methods.snapkv import SnapKV
 from methods.sparda import SparDA
 from methods.streaming_llm import StreamingLLM
 from methods.window import Window
@@ -21,6 +25,11 @@ METHODS = {
     "streaming_llm": lambda: StreamingLLM(sparsity=0.6),
     "sparda": lambda: SparDA(sparsity=0.6, predict_layers=[1], window=4),
     "sparda_int8": lambda: SparDA(sparsity=0.4, predict_layers=[1], window=4, kv_dtype="int8"),
+    "h2o": lambda: H2O(sparsity=0.6),
+    "h2o_mean_int8": lambda: H2O(sparsity=0.3, score="mean", kv_dtype="int8"),
+    "snapkv": lambda: SnapKV(sparsity=0.6, window=4),
+    "random": lambda: Random(sparsity=0.6, window=4),
+    "oracle": lambda: Oracle(sparsity=0.6),
 }
 
 

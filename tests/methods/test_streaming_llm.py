@@ -71,15 +71,15 @@ def test_is_the_whole_cache_rotated_by_place(num_sinks, group, scaling):
 
 
 def test_the_copy_does_not_drift(tiny_llama):
-    """Sinks are rotated from the copy each time, not from what was rotated before: exact after a thousand steps."""
+    """Sinks are rotated from the copy each time, not from what was rotated before: exact after 400 steps."""
     from harness.engine import Engine
 
     method = StreamingLLM(sparsity=0.6)
-    model = tiny_llama(num_hidden_layers=1, max_position_embeddings=4096)
-    engine = Engine(model, method, batch_size=1, max_prompt_len=50, max_new_tokens=1000, step_impl="fused")
+    model = tiny_llama(num_hidden_layers=1)
+    engine = Engine(model, method, batch_size=1, max_prompt_len=50, max_new_tokens=400, step_impl="fused")
     engine.prefill(torch.randint(0, 512, (1, 50)))
     before = method.layers[0].unrotated.clone()
-    engine.decode(1000)
+    engine.decode(400)
     assert torch.equal(method.layers[0].unrotated, before)
     assert method.layers[0].slots.k[0, :, :4].isfinite().all()
 
