@@ -161,6 +161,17 @@ class Subject:
         return any(bool(((held >= 0).sum(-1) < seen[:, None]).any()) for _, _, seen, held in held_steps(self.full_prompt))
 
     @property
+    def bytes_read(self) -> float:
+        """Bytes of the slots that attention reads for the first token after two full prompts, as seen."""
+        spec = self.full_prompt.engine.spec
+        heads = 0
+        for trace in self.full_prompt.layers:
+            # both prompts as long as the first
+            filled = trace.held[1][0] >= 0
+            heads += int((filled if trace.read[0] is None else filled & trace.read[0][0]).sum())
+        return 2 * heads * spec.slot_bytes(self.kv_dtype) / spec.num_kv_heads
+
+    @property
     def exact(self) -> bool:
         """Whether rows are stored as the model computes them."""
         return DTYPES.get(self.kv_dtype) == self.dtype
@@ -302,10 +313,13 @@ def order_and_sinks(subject: Subject) -> str:
         raise NotApplicable("keeps every token")
     method = recording.engine.method
     sinks = getattr(method, "num_sinks", 0)
-    evicted, turns, before = 0, 0, {}
+    evicted, most_turns, before = 0, 0, {}
     for layer, step, seen, held in held_steps(recording):
-        filled = held.where(held >= 0, torch.iinfo(torch.int64).max)
-        turns = max(turns, int((filled[..., 1:] < filled[..., :-1]).sum(-1).max()))
+        # an empty slot counts as the filled one before it
+        last_filled = torch.where(held >= 0, torch.arange(held.shape[-1]), 0).cummax(-1).values
+        filled = held.gather(-1, last_filled)
+        turns = int((filled[..., 1:] < filled[..., :-1]).sum(-1).max())
+        most_turns = max(most_turns, turns)
         # what overwrites the worst slot loses the order later, but nothing may come out of a prompt unsorted
         if step == 0 and turns > 1:
             raise Fault(f"layer {layer}: after the prompt positions turn back {turns} times along the slots, a ring does once")
@@ -327,7 +341,7 @@ def order_and_sinks(subject: Subject) -> str:
         evicted = max(evicted, int((seen[:, None] - (held >= 0).sum(-1)).max()))
     if evicted < 10:
         raise NotApplicable(f"only {evicted} tokens are evicted at this budget, the check wants ten")
-    order = "in order" if turns <= 1 else "in order after the prompt, later any slot is overwritten"
+    order = "in order" if most_turns <= 1 else "in order after the prompt, later any slot is overwritten"
     return f"{evicted} evicted, {order}, {f'{sinks} sinks stay' if sinks else 'no sinks declared'}"
 
 
@@ -440,8 +454,11 @@ def one_token_prompt(subject: Subject) -> str:
 
 
 def nothing_is_lost(subject: Subject, recording: Recording) -> str:
-    """Every token is held while fewer have come than fit, and the logits are right then and later."""
+    """Every token takes part while fewer have come than fit, and the logits are right then and later."""
     for layer, step, seen, held in held_steps(recording):
+        if step:
+            # a slot given up at the end of a step took part in it
+            held = recording.layers[layer].in_steps(0)[None, step - 1].cpu()
         missing = ~membership(held, int(seen.max()))
         if seen.max() <= subject.kept and missing.any():
             lost = int(missing.nonzero()[0, -1])
@@ -513,6 +530,7 @@ def budget_is_met(subject: Subject) -> str:
             raise Fault("memory_class=none with a budget: nothing is freed or saved, and flags() does not say simulated")
         return f"simulated, as flagged: {held / full:.3f} of the dense cache is held, the budget is one of slots"
     shares = []
+    what = "read per step" if memory_class == "reads_less" else "held"
     for knobs in ({}, {"kv_budget": subject.same_kv_budget}):
         method = subject.method(**knobs)
         if method.kv_budget is None:
@@ -520,15 +538,16 @@ def budget_is_met(subject: Subject) -> str:
         else:
             limit = method.kv_budget * run.spec.full_bytes("bf16")
         if memory_class == "reads_less":
-            held = method.plan(run.spec).read_bytes
+            # in the first step, which already has one token more
+            limit += run.spec.batch_size * run.spec.num_layers * run.spec.slot_bytes(subject.kv_dtype)
+            held = max(method.plan(dataclasses.replace(run.spec, max_new_tokens=1)).read_bytes, subject.bytes_read)
         elif knobs:
             engine = subject.engine(2, LONG_STEPS + 8, knobs=knobs)
             engine.prefill(subject.tokens(2, subject.context_len))
             held = engine.ledger().resident_bytes
         if held > limit + 1e-3:
-            raise Fault(f"{'kv_budget' if knobs else 'sparsity'} allows {limit:.0f} bytes, {held} are held ({memory_class})")
+            raise Fault(f"{'kv_budget' if knobs else 'sparsity'} allows {limit:.0f} bytes, {held:.0f} are {what}")
         shares.append(held / limit)
-    what = "read per step" if memory_class == "reads_less" else "held"
     return f"{shares[0]:.3f} of the bytes that sparsity allows are {what}, {shares[1]:.3f} with kv_budget"
 
 

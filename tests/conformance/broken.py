@@ -397,6 +397,23 @@ class SilentlySimulated(MaskOnly):
     memory_class: ClassVar[str] = "none"
 
 
+class ReadsLess(MaskOnly):
+    """Sound: holds everything, reads the last tokens only, and says so."""
+
+    memory_class: ClassVar[str] = "reads_less"
+
+    def plan(self, spec):
+        plan = super().plan(spec)
+        read = spec.batch_size * spec.num_layers * self.num_read * spec.slot_bytes(self.stored_dtype(spec))
+        return plan if plan.noop else replace(plan, read_bytes=read)
+
+
+class ReadsAll(ReadsLess):
+    """Says that it reads less, and attends to all."""
+
+    make_layer = with_layer(KVLayer)
+
+
 # nothing_undeclared, no_views
 
 
