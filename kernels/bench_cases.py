@@ -563,7 +563,7 @@ def cases(with_flex: bool = False) -> list[Case]:
     def decode(batch: int, heads: int, length: int, targets: Callable) -> Callable[[], Problem]:
         return lambda: dense(batch, heads, length, targets, with_flex)
 
-    formats = {"fp8": 1.75, "int8": 1.6, "int4": 2.3}
+    formats = {"fp8": 1.75, "int8": 1.6, "int4": 2.3, "int4_token": None}
     return [
         Case("decode_attention", "8x32k", decode(8, 8, 32768, one_gib), main=True),
         Case("decode_attention", "16x32k, 4 KV heads", decode(16, 4, 32768, one_gib)),
@@ -593,8 +593,8 @@ def cases(with_flex: bool = False) -> list[Case]:
         Case("select", "8x128k keep 20%", lambda: selected(8, 131072, 0.2, None)),
         Case("compact", "8x32k keep 20%", lambda: compacted(8, 8, 32768, 0.2), main=True),
         Case("append", "8 sequences", lambda: appended(8, 8)),
-        Case("append_quant", "8 sequences", lambda: appended_quant(8, 8, ("fp8", "int8", "int4"))),
-        Case("quantize", "1x32k", lambda: written(1, 8, 32768, ("fp8", "int8", "int4"))),
+        Case("append_quant", "8 sequences", lambda: appended_quant(8, 8, ("fp8", "int8", "int4", "int4_token"))),
+        Case("quantize", "1x32k", lambda: written(1, 8, 32768, ("fp8", "int8", "int4", "int4_token"))),
         Case("add_rms_norm", "8 sequences", lambda: normed(8)),
         Case("rope_append", "8 sequences", lambda: rotated(8, 8)),
         Case("swiglu", "8 sequences", lambda: gated(8)),

@@ -9,8 +9,8 @@ from kernels.quantize import QuantKV
 def append_quant(kv: QuantKV, k: Tensor, v: Tensor, slot: Tensor, impl: str = "reference") -> None:
     """Token k[b], v[b] at slot[b], in place, without a host sync.
 
-    Formats that overwrite (int8, fp8) quantise the token into its slot, whatever lay there. The others put it into row
-    slot % BLOCK of the tail and, when that is the last row, quantise the tail's tokens into slots slot + 1 - BLOCK .. slot.
+    Formats that overwrite (int8, fp8, int4_token) quantise the token into its slot, whatever lay there. The others put it into
+    row slot % BLOCK of the tail and, when that is the last row, quantise the tail's tokens into slots slot + 1 - BLOCK .. slot.
 
     Args:
         k, v: [B, Hkv, D] floating point, |x| < 6000 (a tail converts them to its dtype first).

@@ -6,24 +6,33 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.quantize.api import BLOCK, TILE, QuantKV
-from kernels.quantize.triton import check, put4, put8, warps_for
+from kernels.quantize.triton import check, put4, put8, put_token4, warps_for
 
 
 @triton.jit
 def overwrite_kernel(
-    x_k, x_v, k, v, steps, slots, num_stored,
-    stride_kb, stride_kh, stride_vb, stride_vh, stride_sb, stride_sh, D: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+    x_k, x_v, k, v, k_params, v_params, slots, num_stored, stride_kb, stride_kh, stride_vb, stride_vh, stride_sb, stride_sh,
+    D: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """8 bit without a tail."""
-    # no argument may be called `params`: triton 3.6 uses that name itself
+    """Formats without a tail."""
     i_b = tl.program_id(0).to(tl.int64)
     i_h = tl.program_id(1).to(tl.int64)
-    o_d = tl.arange(0, D)[None, :]
-    b_k = tl.load(x_k + i_b * stride_kb + i_h * stride_kh + o_d).to(tl.float32)
-    b_v = tl.load(x_v + i_b * stride_vb + i_h * stride_vh + o_d).to(tl.float32)
+    x_k, x_v = x_k + i_b * stride_kb + i_h * stride_kh, x_v + i_b * stride_vb + i_h * stride_vh
     slot = tl.load(slots + i_b * stride_sb + i_h * stride_sh) + tl.arange(0, 1)
     first = (i_b * tl.num_programs(1) + i_h) * num_stored
-    put8(b_k, b_v, slot, slot >= 0, k + first * D, v + first * D, steps + first * 2, D, TILE, FP8)
+    if KIND == "int4_token":
+        HALF: tl.constexpr = D // 2
+        o_h = tl.arange(0, HALF)[None, :]
+        params = first * (2 * (D // GROUP))
+        put_token4(
+            tl.load(x_k + o_h).to(tl.float32), tl.load(x_k + HALF + o_h).to(tl.float32),
+            tl.load(x_v + o_h).to(tl.float32), tl.load(x_v + HALF + o_h).to(tl.float32),
+            slot, slot >= 0, k + first * HALF, v + first * HALF, k_params + params, v_params + params, D, GROUP, TILE,
+        )  # fmt: skip
+    else:
+        o_d = tl.arange(0, D)[None, :]
+        b_k, b_v = tl.load(x_k + o_d).to(tl.float32), tl.load(x_v + o_d).to(tl.float32)
+        put8(b_k, b_v, slot, slot >= 0, k + first * D, v + first * D, k_params + first * 2, D, TILE, KIND == "fp8")
 
 
 @triton.jit
@@ -100,8 +109,9 @@ def append_quant(kv: QuantKV, k: Tensor, v: Tensor, slot: Tensor) -> None:
         part = kv.parts[0]
         slot_strides = slot.stride(0), slot.stride(1) if slot.dim() > 1 else 0
         overwrite_kernel[(batch, kv.num_kv_heads)](
-            k, v, part.k, part.v, part.k_params, slot, kv.num_stored, *strides, *slot_strides,
-            D=kv.head_dim, TILE=TILE, FP8=part.kind == "fp8", num_warps=1, enable_fp_fusion=False,
+            k, v, part.k, part.v, part.k_params, part.k_params if part.v_params is None else part.v_params, slot,
+            kv.num_stored, *strides, *slot_strides,
+            D=kv.head_dim, KIND=part.kind, GROUP=kv.format.group, TILE=TILE, num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
         return
     for part in kv.parts:
@@ -117,15 +127,15 @@ def append_quant(kv: QuantKV, k: Tensor, v: Tensor, slot: Tensor) -> None:
 def compile_cases() -> list[dict]:
     """Specialisations that the offline sm_90 test compiles."""
     pointers = {"slots": "*i64", "head_index": "*i32"}
-    pointers |= dict.fromkeys(("k", "v"), "*u8") | dict.fromkeys(("steps", "k_params", "v_params"), "*fp16")
+    pointers |= dict.fromkeys(("k", "v"), "*u8") | dict.fromkeys(("k_params", "v_params"), "*fp16")
     pointers |= dict.fromkeys(("x_k", "x_v", "k_tail", "v_tail"), "*bf16")
     cases = []
     for kind, head_dim, sealed in [
-        *((kind, d, False) for kind in ("fp8", "int8") for d in (64, 128, 256)),
+        *((kind, d, False) for kind in ("fp8", "int8", "int4_token") for d in (64, 128, 256)),
         *((kind, d, True) for kind in ("int8", "int4") for d in (64, 128, 256)),
     ]:  # fmt: skip
         kernel = seal_kernel if sealed else overwrite_kernel
-        own = {"KIND": kind, "GROUP": TILE, "ROWS": TILE, "BLOCK": BLOCK} if sealed else {"FP8": kind == "fp8"}
+        own = {"KIND": kind, "GROUP": TILE} | ({"ROWS": TILE, "BLOCK": BLOCK} if sealed else {})
         names = [arg.name for arg in kernel.params if not arg.is_constexpr]
         cases.append(
             {

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor, empty
 
 from kernels.decode_attention.triton import merge_kernel
-from kernels.quantize.api import BIAS_INT4, BIAS_INT8, BLOCK, TILE, QuantKV
+from kernels.quantize.api import BIAS_INT4, BIAS_INT8, BLOCK, FOUR_BIT, TILE, QuantKV
 from kernels.quantize.triton import check
 
 LOG2_E = 1.4426950408889634
@@ -130,6 +130,14 @@ def spread(x, TIMES: tl.constexpr):
 
 
 @triton.jit
+def widen(x, TIMES: tl.constexpr):
+    """[T, N] as [T, N * TIMES], each column repeated."""
+    T: tl.constexpr = x.shape[0]
+    N: tl.constexpr = x.shape[1]
+    return tl.reshape(tl.broadcast_to(x[:, :, None], [T, N, TIMES]), [T, N * TIMES])
+
+
+@triton.jit
 def put_logits(p_logits, b_s, token, live, live_heads):
     """Base-2 scores b_s [N, ROWS] of tokens [N] as natural ones."""
     tl.store(p_logits + token[:, None], b_s * _LN2, mask=live[:, None] & live_heads[None, :])
@@ -231,7 +239,8 @@ def decode4_kernel(
     G: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SEALED: tl.constexpr,
     GROUP: tl.constexpr, LOGITS: tl.constexpr, NUM_SPLITS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As decode8_kernel; BLOCK == TILE. Channels come in halves: 0 is the low nibble, 1 the high one."""
+    """As decode8_kernel; BLOCK == TILE. Channels come in halves: 0 is the low nibble, 1 the high one. K's steps and zeros are
+    those of a channel where blocks are sealed, of a token where there is no tail."""
     i_s = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
     i_b = tl.program_id(2).to(tl.int64)
@@ -240,9 +249,9 @@ def decode4_kernel(
     length = tl.load(lengths + i_b).to(tl.int32)
     HALF: tl.constexpr = D // 2
     NUM: tl.constexpr = HALF // GROUP
-    MAIN: tl.constexpr = NUM_SPLITS - 1
-    end = length // SEALED * SEALED
-    num_blocks = end // BLOCK
+    MAIN: tl.constexpr = NUM_SPLITS - 1 if SEALED else NUM_SPLITS
+    end = length // SEALED * SEALED if SEALED else length
+    num_blocks = tl.cdiv(end, BLOCK)
     # the tail's split has no blocks of its own
     first = num_blocks * tl.minimum(i_s, MAIN) // MAIN
     last = num_blocks * tl.minimum(i_s + 1, MAIN) // MAIN
@@ -255,7 +264,10 @@ def decode4_kernel(
     b_q0h, b_q1h = b_q0.to(tl.float16), b_q1.to(tl.float16)
     p_k = k + part * num_stored * HALF + o_n[:, None] * HALF + o_d[None, :]
     p_v = v + part * num_stored * HALF + o_d[:, None] * TILE + o_n[None, :]
-    p_kp = k_params + part * (num_stored // GROUP * 2 * D) + o_d
+    if SEALED:
+        p_kp = k_params + part * (num_stored // GROUP * 2 * D) + o_d
+    else:
+        p_kp = k_params + part * (num_stored // TILE * 4 * NUM * TILE) + o_n[:, None] + o_c[None, :] * TILE
     p_vp = v_params + part * (num_stored // TILE * 4 * NUM * TILE) + o_c[:, None] * TILE + o_n[None, :]
     p_logits = logits + row[None, :] * num_slots
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -264,13 +276,21 @@ def decode4_kernel(
     for n in tl.range(first, last):
         b_k = tl.load(p_k + n * (BLOCK * HALF))  # [BLOCK, HALF]
         b_v = tl.load(p_v + n * (BLOCK * HALF))  # [HALF, BLOCK]
-        p_kn = p_kp + n // (GROUP // BLOCK) * (2 * D)
-        step0, step1 = tl.load(p_kn), tl.load(p_kn + HALF)
-        zero0, zero1 = tl.load(p_kn + D), tl.load(p_kn + D + HALF)
-        b_k0, b_k1 = numbers4(b_k, step0[None, :], zero0[None, :], step1[None, :], zero1[None, :], ASM)
+        live = n * BLOCK + o_n < end
+        if SEALED:
+            p_kn = p_kp + n // (GROUP // BLOCK) * (2 * D)
+            step0, step1 = tl.load(p_kn)[None, :], tl.load(p_kn + HALF)[None, :]
+            zero0, zero1 = tl.load(p_kn + D)[None, :], tl.load(p_kn + D + HALF)[None, :]
+        else:
+            p_kn = p_kp + n * (4 * NUM * TILE)
+            step0, step1 = widen(tl.load(p_kn), GROUP), widen(tl.load(p_kn + NUM * TILE), GROUP)
+            zero0, zero1 = widen(tl.load(p_kn + 2 * NUM * TILE), GROUP), widen(tl.load(p_kn + 3 * NUM * TILE), GROUP)
+        b_k0, b_k1 = numbers4(b_k, step0, zero0, step1, zero1, ASM)
         b_s = tl.dot(b_k1, b_q1h, tl.dot(b_k0, b_q0h)) * scale  # [BLOCK, ROWS]
         if LOGITS:
-            put_logits(p_logits, b_s, n * BLOCK + o_n, o_n < BLOCK, live_heads)
+            put_logits(p_logits, b_s, n * BLOCK + o_n, live, live_heads)
+        if not SEALED:
+            b_s = tl.where(live[:, None], b_s, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(b_s, 0) - _BOOST)
         alpha = tl.exp2(peak - new_peak)
         b_p = tl.exp2(b_s - new_peak[None, :])
@@ -280,32 +300,37 @@ def decode4_kernel(
         p_vn = p_vp + n * (4 * NUM * TILE)
         step0, step1 = tl.load(p_vn), tl.load(p_vn + NUM * TILE)
         zero0, zero1 = tl.load(p_vn + 2 * NUM * TILE), tl.load(p_vn + 3 * NUM * TILE)
+        if not SEALED:
+            # codes are always finite, steps and zeros of unused slots need not be
+            step0, step1 = tl.where(live[None, :], step0, 0.0), tl.where(live[None, :], step1, 0.0)
+            zero0, zero1 = tl.where(live[None, :], zero0, 0.0), tl.where(live[None, :], zero1, 0.0)
         b_v0, b_v1 = numbers4(b_v, spread(step0, GROUP), spread(zero0, GROUP), spread(step1, GROUP), spread(zero1, GROUP), ASM)
         acc0 = tl.dot(b_v0, b_p, acc0 * alpha[None, :])
         acc1 = tl.dot(b_v1, b_p, acc1 * alpha[None, :])
-    # the newest tokens, 16 bit
-    o_n = tl.arange(0, _TAIL)
-    p_k = k_tail + (i_b * num_kv_heads + head) * (SEALED * D) + o_n[:, None] * D + o_d[None, :]
-    p_v = v_tail + (i_b * num_kv_heads + head) * (SEALED * D) + o_n[:, None] * D + o_d[None, :]
-    for n in tl.range(end, tl.where(i_s == MAIN, length, end), _TAIL, num_stages=1):
-        live = n + o_n < length
-        o_t = (n - end) * D
-        b_k0 = tl.load(p_k + o_t, mask=live[:, None], other=0.0)
-        b_k1 = tl.load(p_k + o_t + HALF, mask=live[:, None], other=0.0)
-        b_v0 = tl.load(p_v + o_t, mask=live[:, None], other=0.0)
-        b_v1 = tl.load(p_v + o_t + HALF, mask=live[:, None], other=0.0)
-        b_s = tl.dot(b_k1, b_q1.to(b_k1.dtype), tl.dot(b_k0, b_q0.to(b_k0.dtype))) * scale
-        if LOGITS:
-            put_logits(p_logits, b_s, n + o_n, live, live_heads)
-        b_s = tl.where(live[:, None], b_s, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(b_s, 0))
-        alpha = tl.exp2(peak - new_peak)
-        b_p = tl.exp2(b_s - new_peak[None, :])
-        total = total * alpha + tl.sum(b_p, 0)
-        b_p = b_p.to(b_v0.dtype)
-        acc0 = tl.dot(tl.trans(b_v0), b_p, acc0 * alpha[None, :])
-        acc1 = tl.dot(tl.trans(b_v1), b_p, acc1 * alpha[None, :])
-        peak = new_peak
+    if SEALED:
+        # the newest tokens, 16 bit
+        o_n = tl.arange(0, _TAIL)
+        p_k = k_tail + (i_b * num_kv_heads + head) * (SEALED * D) + o_n[:, None] * D + o_d[None, :]
+        p_v = v_tail + (i_b * num_kv_heads + head) * (SEALED * D) + o_n[:, None] * D + o_d[None, :]
+        for n in tl.range(end, tl.where(i_s == MAIN, length, end), _TAIL, num_stages=1):
+            live = n + o_n < length
+            o_t = (n - end) * D
+            b_k0 = tl.load(p_k + o_t, mask=live[:, None], other=0.0)
+            b_k1 = tl.load(p_k + o_t + HALF, mask=live[:, None], other=0.0)
+            b_v0 = tl.load(p_v + o_t, mask=live[:, None], other=0.0)
+            b_v1 = tl.load(p_v + o_t + HALF, mask=live[:, None], other=0.0)
+            b_s = tl.dot(b_k1, b_q1.to(b_k1.dtype), tl.dot(b_k0, b_q0.to(b_k0.dtype))) * scale
+            if LOGITS:
+                put_logits(p_logits, b_s, n + o_n, live, live_heads)
+            b_s = tl.where(live[:, None], b_s, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(b_s, 0))
+            alpha = tl.exp2(peak - new_peak)
+            b_p = tl.exp2(b_s - new_peak[None, :])
+            total = total * alpha + tl.sum(b_p, 0)
+            b_p = b_p.to(b_v0.dtype)
+            acc0 = tl.dot(tl.trans(b_v0), b_p, acc0 * alpha[None, :])
+            acc1 = tl.dot(tl.trans(b_v1), b_p, acc1 * alpha[None, :])
+            peak = new_peak
     at = row * NUM_SPLITS + i_s
     p_partial = partial + at[None, :] * D + o_d[:, None]
     inside = (o_d < HALF)[:, None]
@@ -320,9 +345,9 @@ def rows_for(group: int) -> int:
 
 def config_for(kind: str, head_dim: int, group: int, num_stored: int, config: dict | None) -> dict:
     """Pinned launch numbers with those of `config` in their place; wide groups of heads need more registers, so more warps."""
-    pinned = CONFIGS[4 if kind == "int4" else 8, head_dim]
+    pinned = CONFIGS[4 if kind in FOUR_BIT else 8, head_dim]
     config = pinned | {"num_warps": min(8, pinned["num_warps"] * rows_for(group) // 8)} | (config or {})
-    if config["block"] % TILE or num_stored % config["block"] or (kind == "int4" and config["block"] != TILE):
+    if config["block"] % TILE or num_stored % config["block"] or (kind in FOUR_BIT and config["block"] != TILE):
         raise ValueError(
             f"decode_attention_quant: block={config['block']} does not suit {kind} and {num_stored} slots; {TILE} does"
         )
@@ -338,7 +363,7 @@ def splits_for(kv: QuantKV, config: dict) -> int:
 
 def constexprs_for(kind: str, group: int, head_dim: int, config: dict) -> dict:
     """What a kernel needs beside the number of splits."""
-    own = {"GROUP": group} if kind == "int4" else {"FP8": kind == "fp8"}
+    own = {"GROUP": group} if kind in FOUR_BIT else {"FP8": kind == "fp8"}
     return own | {
         "D": head_dim, "BLOCK": config["block"], "TILE": TILE,
         "num_warps": config["num_warps"], "num_stages": config["num_stages"],
@@ -366,7 +391,7 @@ def decode_attention_quant(
     partial_lse = empty(batch, num_heads, num_splits, dtype=torch.float32, device=q.device)
     tails = (q, q) if kv.k_tail is None else (kv.k_tail, kv.v_tail)
     for part, chosen in zip(kv.parts, configs, strict=True):
-        if part.kind == "int4":
+        if part.kind in FOUR_BIT:
             kernel, params = decode4_kernel, (part.k_params, part.v_params)
         else:
             kernel, params = decode8_kernel, (part.k_params.view(torch.int32),)
@@ -397,6 +422,8 @@ def compile_cases() -> list[dict]:
         *((kind, d, 32, g, 0, False) for kind in ("fp8", "int8") for d in (64, 128, 256) for g in (1, 8)),
         ("int8", 128, 32, 4, 0, True), ("int8", 128, 32, 16, 0, False), ("int8", 128, 32, 4, BLOCK, False),
         *(("int4", d, 32, g, BLOCK, False) for d in (64, 128, 256) for g in (1, 8)),
+        *(("int4_token", d, 32, g, 0, False) for d in (64, 128, 256) for g in (1, 8)),
+        ("int4_token", 128, 32, 4, 0, True), ("int4_token", 128, 64, 4, 0, False), ("int4_token", 128, 32, 16, 0, False),
         ("int4", 128, 32, 4, BLOCK, True), ("int4", 128, 64, 4, BLOCK, False), ("int4", 128, 32, 16, BLOCK, False),
     ]:  # fmt: skip
         constexprs = constexprs_for(kind, group, head_dim, config_for(kind, head_dim, heads, 32768, None))
@@ -404,9 +431,9 @@ def compile_cases() -> list[dict]:
         constexprs |= {
             "G": heads, "ROWS": rows_for(heads), "SEALED": sealed, "LOGITS": logits, "NUM_SPLITS": 24, "ASM": True,
         }  # fmt: skip
-        kernel = decode4_kernel if kind == "int4" else decode8_kernel
+        kernel = decode4_kernel if kind in FOUR_BIT else decode8_kernel
         names = [arg.name for arg in kernel.params if not arg.is_constexpr]
-        expect = {"fp8": "cvt.rn.f16x2.e4m3x2", "int8": "sub.rn.f16x2", "int4": "fma.rn.f16x2"}[kind]
+        expect = {"fp8": "cvt.rn.f16x2.e4m3x2", "int8": "sub.rn.f16x2", "int4": "fma.rn.f16x2"}[kind.removesuffix("_token")]
         cases.append(
             {
                 "name": f"decode-{kind}-D{head_dim}-G{heads}-group{group}-tail{sealed}{'-logits' * logits}", "fn": kernel,

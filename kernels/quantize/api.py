@@ -8,11 +8,13 @@
 | int8 | step per token and head | the same | 8.125 | yes, also one per KV head: rings, StreamingLLM, H2O |
 | fp8 (e4m3) | step per token and head | the same | 8.125 | yes, as int8 |
 | int4 | step and zero per channel of `group` tokens | per token of `group` channels | 5.0 at group 32 | no |
+| int4_token | step and zero per token of `group` channels | the same | 5.0 at group 32 | yes, as int8 |
 | mixed | int8 or int4 by KV head | the same | between | no |
 
-int4 is KIVI's layout (arXiv 2402.02750). int8 and fp8 quantise a token when it arrives, so slots hold tokens in any order. int4
-and mixed hold token t in slot t: blocks of BLOCK tokens are sealed when full, and until then live in a 16-bit tail, so the
-newest lengths % BLOCK tokens are exact. The lengths alone tell what is sealed; there is no other state.
+int4 is KIVI's layout (arXiv 2402.02750), int4_token is 4 bits for caches that overwrite: worse where some channels of K are far
+larger than the rest. int8, fp8 and int4_token quantise a token when it arrives, so slots hold tokens in any order. int4 and
+mixed hold token t in slot t: blocks of BLOCK tokens are sealed when full, and until then live in a 16-bit tail, so the newest
+lengths % BLOCK tokens are exact. The lengths alone tell what is sealed; there is no other state.
 """
 
 from dataclasses import dataclass
@@ -34,7 +36,8 @@ TAIL_BYTES, HEAD_BYTES = 2, torch.int32.itemsize
 BIAS_INT8, MAX_INT8, MAX_FP8 = 128, 127, 448
 # an int4 number is zero + step * (64 + code): one fused multiply-add on fp16 64 + code, whose bits are 0x5400 | code << 4
 BIAS_INT4, MAX_INT4 = 64, 15
-KINDS = ("fp8", "int8", "int4")
+KINDS = ("fp8", "int8", "int4", "int4_token")
+FOUR_BIT = ("int4", "int4_token")
 GROUPS = (16, 32, 64, 128)
 
 
@@ -43,15 +46,15 @@ class KVFormat:
     """How K and V of one layer are stored."""
 
     name: str
-    "fp8, int8, int4 or mixed"
+    "fp8, int8, int4, int4_token or mixed"
     group: int = 32
-    "int4: tokens (K) or channels (V) that share a step and a zero"
+    "4 bit: tokens (K of int4) or channels (V, K of int4_token) that share a step and a zero"
     head_bits: tuple[int, ...] = ()
     "mixed: 8 or 4 for every KV head"
 
     def __post_init__(self):
         if self.name not in (*KINDS, "mixed"):
-            raise ValueError(f"KV format {self.name!r} is not one of fp8, int8, int4, mixed")
+            raise ValueError(f"KV format {self.name!r} is not one of fp8, int8, int4, int4_token, mixed")
         if self.group not in GROUPS:
             raise ValueError(f"group={self.group} is not one of {GROUPS}")
         if (self.name == "mixed") != bool(self.head_bits) or not set(self.head_bits) <= {4, 8}:
@@ -62,7 +65,7 @@ class KVFormat:
     @property
     def overwrites(self) -> bool:
         """Whether append_quant may write any slot at any time; if not, token t goes to slot t and blocks are sealed."""
-        return self.name in ("fp8", "int8")
+        return self.name not in ("int4", "mixed")
 
     def parts(self, num_kv_heads: int) -> list[tuple[str, tuple[int, ...]]]:
         """(kind, KV heads) of the parts that heads of one kind form."""
@@ -81,7 +84,7 @@ class KVFormat:
 
     def row_bits(self, kind: str, head_dim: int) -> float:
         """Bits of one token's K (or V) of one head, steps and zeros included."""
-        return head_dim * (4 + 32 / self.group) if kind == "int4" else head_dim * 8 + 16
+        return head_dim * (4 + 32 / self.group) if kind in FOUR_BIT else head_dim * 8 + 16
 
     def bits(self, head_dim: int, num_kv_heads: int | None = None) -> float:
         """Effective bits of a sealed number, steps and zeros included."""
@@ -93,7 +96,7 @@ class KVFormat:
         """Bytes that allocate takes with a 16-bit tail, by ledger kind as QuantKV.tensors names them."""
         codes = scales = 0
         for kind, heads in self.parts(num_kv_heads):
-            code_bits = head_dim * (4 if kind == "int4" else 8)
+            code_bits = head_dim * (4 if kind in FOUR_BIT else 8)
             codes += code_bits * len(heads)
             scales += round(self.row_bits(kind, head_dim) - code_bits) * len(heads)
         rows = 2 * batch_size * self.num_stored(num_slots)
@@ -118,13 +121,13 @@ class Part:
     head_index: Tensor
     "[H] int32: the layer's KV head of each head here"
     k: Tensor
-    "uint8: 8 bit [B, H, C, D]; int4 [B, H, C, D / 2], channel d low and d + D / 2 high in byte d"
+    "uint8: 8 bit [B, H, C, D]; 4 bit [B, H, C, D / 2], channel d low and d + D / 2 high in byte d"
     v: Tensor
-    "uint8, transposed in tiles: 8 bit [B, H, C / TILE, D, TILE]; int4 [B, H, C / TILE, D / 2, TILE], packed as K"
+    "uint8, transposed in tiles: 8 bit [B, H, C / TILE, D, TILE]; 4 bit [B, H, C / TILE, D / 2, TILE], packed as K"
     k_params: Tensor
-    "fp16: 8 bit [B, H, C, 2], K's step and V's in one word; int4 [B, H, C / group, 2, D], step and zero"
+    "fp16: 8 bit [B, H, C, 2], K's and V's step in one word; int4 [B, H, C / group, 2, D], step, zero; int4_token as v_params"
     v_params: Tensor | None
-    "fp16: int4 [B, H, C / TILE, 2, D / group, TILE], step and zero; None for 8 bit"
+    "fp16: 4 bit [B, H, C / TILE, 2, D / group, TILE], step and zero; None for 8 bit"
 
 
 @dataclass
@@ -168,21 +171,23 @@ def allocate(
     """Zeroed memory for `num_slots` tokens of every sequence; `dtype` is the tail's.
 
     Raises:
-        ValueError: the head dim is odd, or int4 groups do not divide it.
+        ValueError: the head dim is odd, or groups of 4 bit do not divide it.
     """
     parts = []
     stored = format.num_stored(num_slots)
     for kind, heads in format.parts(num_kv_heads):
         lead = (batch_size, len(heads))
-        if kind == "int4":
+        if kind in FOUR_BIT:
             if head_dim % 2 or head_dim % format.group:
-                raise ValueError(f"int4: group={format.group} does not divide the head dim {head_dim}")
+                raise ValueError(f"{kind}: group={format.group} does not divide the head dim {head_dim}")
             shapes = {
                 "k": (*lead, stored, head_dim // 2),
                 "v": (*lead, stored // TILE, head_dim // 2, TILE),
                 "k_params": (*lead, stored // format.group, 2, head_dim),
                 "v_params": (*lead, stored // TILE, 2, head_dim // format.group, TILE),
             }
+            if kind == "int4_token":
+                shapes["k_params"] = shapes["v_params"]
         else:
             shapes = {
                 "k": (*lead, stored, head_dim),
@@ -208,7 +213,7 @@ def quantize(kv: QuantKV, seq: int, start: int, k: Tensor, v: Tensor, impl: str 
     Args:
         k, v: [1, Hkv, N, D] floating point, |x| < 6000, D contiguous. NaN in what shares a step makes all of that NaN.
         start: any for formats that overwrite, otherwise a multiple of BLOCK; N % BLOCK tokens then go to the tail.
-    The error of a number is at most half a step (int4: or the rounding of its zero to fp16, if that is more).
+    The error of a number is at most half a step (4 bit: or the rounding of its zero to fp16, if that is more).
     """
     shape = (1, kv.num_kv_heads, k.shape[2] if k.dim() == 4 else -1, kv.head_dim)
     if k.shape != shape or v.shape != shape:

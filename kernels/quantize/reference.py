@@ -52,6 +52,23 @@ def decode4(codes: Tensor, step: Tensor, zero: Tensor) -> Tensor:
     return (zero.float() + step.float() * (codes.float() + BIAS_INT4)).to(PARAM_DTYPE).float()
 
 
+def encode_token4(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """x [..., D] as packed bytes [..., D / 2] and params [..., 2, D / group]: step and zero of each group of channels."""
+    codes, step, zero = encode4(x.unflatten(-1, (-1, group)), -1)
+    return pack4(codes.flatten(-2)), torch.stack([step[..., 0], zero[..., 0]], -2)
+
+
+def decode_token4(packed: Tensor, params: Tensor, group: int) -> Tensor:
+    """Inverse of encode_token4."""
+    step, zero = params[..., None].unbind(-3)
+    return decode4(unpack4(packed).unflatten(-1, (-1, group)), step, zero).flatten(-2)
+
+
+def by_token(params: Tensor) -> Tensor:
+    """View of params [B, H, C / TILE, 2, D / group, TILE] as [B, H, C / TILE, TILE, 2, D / group]."""
+    return params.movedim(-1, 3)
+
+
 def pack4(codes: Tensor) -> Tensor:
     """[..., D] codes as [..., D / 2] bytes."""
     low, high = codes.chunk(2, dim=-1)
@@ -81,13 +98,21 @@ def quantize(kv: QuantKV, seq: int, start: int, k: Tensor, v: Tensor) -> None:
         if part.kind == "int4":
             put4(part, seq, start, k[heads], v[heads], kv.format.group)
         else:
-            put8(part, seq, torch.arange(start, stop, device=k.device), k[heads], v[heads])
+            slot = torch.arange(start, stop, device=k.device)
+            if part.kind == "int4_token":
+                put_token4(part, seq, slot, k, v, kv.format.group)
+            else:
+                put8(part, seq, slot, k[heads], v[heads])
 
 
 def overwrite_keys(kv: QuantKV, start: int, k: Tensor) -> None:
     """See api.py."""
     part, stop = kv.parts[0], start + k.shape[2]
-    part.k[:, :, start:stop], part.k_params[:, :, start:stop, 0] = encode8(k, part.kind)
+    if part.kind == "int4_token":
+        slot = torch.arange(start, stop, device=k.device)
+        part.k[:, :, start:stop], by_token(part.k_params)[:, :, slot // TILE, slot % TILE] = encode_token4(k, kv.format.group)
+    else:
+        part.k[:, :, start:stop], part.k_params[:, :, start:stop, 0] = encode8(k, part.kind)
 
 
 def put8(part: Part, seq: int, slot: Tensor, k: Tensor, v: Tensor) -> None:
@@ -97,6 +122,13 @@ def put8(part: Part, seq: int, slot: Tensor, k: Tensor, v: Tensor) -> None:
     codes, part.k_params[seq, :, slot, 1] = encode8(v, part.kind)
     # the indexed axes come first: [N, H, D]
     part.v[seq].permute(1, 3, 0, 2)[slot // TILE, slot % TILE] = codes.transpose(0, 1)
+
+
+def put_token4(part: Part, seq: int, slot: Tensor, k: Tensor, v: Tensor, group: int) -> None:
+    """k, v [H, N, D] into slots [N] of one sequence."""
+    tile, row = slot // TILE, slot % TILE
+    part.k[seq, :, slot], by_token(part.k_params)[seq, :, tile, row] = encode_token4(k, group)
+    part.v[seq].transpose(2, 3)[:, tile, row], by_token(part.v_params)[seq, :, tile, row] = encode_token4(v, group)
 
 
 def put4(part: Part, seq: int, start: int, k: Tensor, v: Tensor, group: int) -> None:
@@ -113,6 +145,9 @@ def put4(part: Part, seq: int, start: int, k: Tensor, v: Tensor, group: int) -> 
 
 def dequantize_part(part: Part, group: int) -> tuple[Tensor, Tensor]:
     """All stored numbers of a part: k, v [B, H, C, D] fp32."""
+    if part.kind == "int4_token":
+        k_params, v_params = (by_token(params).flatten(2, 3) for params in (part.k_params, part.v_params))
+        return decode_token4(part.k, k_params, group), decode_token4(untiled(part.v), v_params, group)
     if part.kind != "int4":
         k_step, v_step = part.k_params.unbind(3)
         return decode8(part.k, k_step, part.kind), decode8(untiled(part.v).contiguous(), v_step, part.kind)

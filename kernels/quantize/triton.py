@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.quantize.api import BIAS_INT4, BIAS_INT8, MAX_FP8, MAX_INT4, MAX_INT8, ROUND, TILE, UNIT, QuantKV
+from kernels.quantize.api import BIAS_INT4, BIAS_INT8, FOUR_BIT, KINDS, MAX_FP8, MAX_INT4, MAX_INT8, ROUND, TILE, UNIT, QuantKV
 
 _ROUND, _UNIT = tl.constexpr(ROUND), tl.constexpr(UNIT)
 _BIAS_INT4, _BIAS_INT8 = tl.constexpr(float(BIAS_INT4)), tl.constexpr(float(BIAS_INT8))
@@ -71,6 +71,18 @@ def codes4(x, step, zero):
 
 
 @triton.jit
+def encode_token4(x0, x1, GROUP: tl.constexpr):
+    """Halves of rows [N, D / 2] fp32 as packed bytes [N, D / 2], and step and zero [N, D / 2 / GROUP] of each half's groups."""
+    N: tl.constexpr = x0.shape[0]
+    HALF: tl.constexpr = x0.shape[1]
+    x0, x1 = tl.reshape(x0, [N, HALF // GROUP, GROUP]), tl.reshape(x1, [N, HALF // GROUP, GROUP])
+    step0, zero0 = params4(tl.min(x0, 2), tl.max(x0, 2), tl.sum(x0 * 0.0, 2))
+    step1, zero1 = params4(tl.min(x1, 2), tl.max(x1, 2), tl.sum(x1 * 0.0, 2))
+    packed = codes4(x0, step0[:, :, None], zero0[:, :, None]) | codes4(x1, step1[:, :, None], zero1[:, :, None]) << 4
+    return tl.reshape(packed, [N, HALF]).to(tl.uint8), step0, zero0, step1, zero1
+
+
+@triton.jit
 def put_keys8(b_k, slot, live, k, params, D: tl.constexpr, FP8: tl.constexpr):
     """Keys b_k [N, D] fp32 into slots [N] of the head that the pointers name."""
     codes, step = encode8(b_k, FP8)
@@ -105,18 +117,45 @@ def put4(b_k0, b_k1, b_v0, b_v1, first, k, v, k_params, v_params, D: tl.constexp
     tl.store(p_k + D, zero0)
     tl.store(p_k + D + HALF, zero1)
 
-    b_v0, b_v1 = tl.reshape(b_v0, [GROUP, NUM, GROUP]), tl.reshape(b_v1, [GROUP, NUM, GROUP])
-    step0, zero0 = params4(tl.min(b_v0, 2), tl.max(b_v0, 2), tl.sum(b_v0 * 0.0, 2))
-    step1, zero1 = params4(tl.min(b_v1, 2), tl.max(b_v1, 2), tl.sum(b_v1 * 0.0, 2))
-    packed = codes4(b_v0, step0[:, :, None], zero0[:, :, None]) | codes4(b_v1, step1[:, :, None], zero1[:, :, None]) << 4
-    packed = tl.reshape(packed, [GROUP, HALF])
+    packed, step0, zero0, step1, zero1 = encode_token4(b_v0, b_v1, GROUP)
     slot = tl.multiple_of(first, GROUP) + o_n
-    tl.store(v + (slot // TILE * (HALF * TILE) + slot % TILE)[:, None] + o_h[None, :] * TILE, packed.to(tl.uint8))
+    tl.store(v + (slot // TILE * (HALF * TILE) + slot % TILE)[:, None] + o_h[None, :] * TILE, packed)
     p_v = v_params + (slot // TILE * (4 * NUM * TILE) + slot % TILE)[:, None] + o_c[None, :] * TILE
     tl.store(p_v, step0)
     tl.store(p_v + NUM * TILE, step1)
     tl.store(p_v + 2 * NUM * TILE, zero0)
     tl.store(p_v + 3 * NUM * TILE, zero1)
+
+
+@triton.jit
+def put_params4(p, slot, live, step0, zero0, step1, zero1, TILE: tl.constexpr):
+    """Steps and zeros [N, NUM] of both halves for slots [N]."""
+    NUM: tl.constexpr = step0.shape[1]
+    p = p + (slot // TILE * (4 * NUM * TILE) + slot % TILE)[:, None] + tl.arange(0, NUM)[None, :] * TILE
+    tl.store(p, step0, mask=live[:, None])
+    tl.store(p + NUM * TILE, step1, mask=live[:, None])
+    tl.store(p + 2 * NUM * TILE, zero0, mask=live[:, None])
+    tl.store(p + 3 * NUM * TILE, zero1, mask=live[:, None])
+
+
+@triton.jit
+def put_keys_token4(b_k0, b_k1, slot, live, k, k_params, D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Halves of keys [N, D / 2] fp32 into slots [N] of the head that the pointers name."""
+    packed, step0, zero0, step1, zero1 = encode_token4(b_k0, b_k1, GROUP)
+    tl.store(k + slot[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :], packed, mask=live[:, None])
+    put_params4(k_params, slot, live, step0, zero0, step1, zero1, TILE)
+
+
+@triton.jit
+def put_token4(
+    b_k0, b_k1, b_v0, b_v1, slot, live, k, v, k_params, v_params, D: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr
+):
+    """Halves of rows [N, D / 2] fp32 into slots [N] of the head that the pointers name."""
+    put_keys_token4(b_k0, b_k1, slot, live, k, k_params, D, GROUP, TILE)
+    packed, step0, zero0, step1, zero1 = encode_token4(b_v0, b_v1, GROUP)
+    p_v = v + (slot // TILE * (D // 2 * TILE) + slot % TILE)[:, None] + tl.arange(0, D // 2)[None, :] * TILE
+    tl.store(p_v, packed, mask=live[:, None])
+    put_params4(v_params, slot, live, step0, zero0, step1, zero1, TILE)
 
 
 @triton.jit
@@ -143,6 +182,17 @@ def quantize_kernel(
             tl.load(p_v).to(tl.float32), tl.load(p_v + D // 2).to(tl.float32),
             start + i_n * ROWS, k, v, k_params, v_params, D, GROUP, TILE,
         )  # fmt: skip
+    elif KIND == "int4_token":
+        v_params = v_params + i_h * stride_v_params
+        o_h = tl.arange(0, D // 2)[None, :]
+        p_k, p_v = x_k + head * stride_kh + token * stride_kn + o_h, x_v + head * stride_vh + token * stride_vn + o_h
+        put_token4(
+            tl.load(p_k, mask=live[:, None], other=0.0).to(tl.float32),
+            tl.load(p_k + D // 2, mask=live[:, None], other=0.0).to(tl.float32),
+            tl.load(p_v, mask=live[:, None], other=0.0).to(tl.float32),
+            tl.load(p_v + D // 2, mask=live[:, None], other=0.0).to(tl.float32),
+            start + o_n, live, k, v, k_params, v_params, D, GROUP, TILE,
+        )  # fmt: skip
     else:
         o_d = tl.arange(0, D)[None, :]
         b_k = tl.load(x_k + head * stride_kh + token * stride_kn + o_d, mask=live[:, None], other=0.0).to(tl.float32)
@@ -153,7 +203,7 @@ def quantize_kernel(
 @triton.jit
 def keys_kernel(
     x_k, k, steps, start, num_tokens, num_stored, stride_kb, stride_kh, stride_kn,
-    D: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+    D: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program per ROWS keys, KV head and sequence."""
     i_n = tl.program_id(0)
@@ -162,9 +212,17 @@ def keys_kernel(
     first = (i_b * tl.num_programs(1) + i_h) * num_stored
     o_n = i_n * ROWS + tl.arange(0, ROWS)
     live = o_n < num_tokens
-    p_k = x_k + i_b * stride_kb + i_h * stride_kh + o_n[:, None] * stride_kn + tl.arange(0, D)[None, :]
-    b_k = tl.load(p_k, mask=live[:, None], other=0.0).to(tl.float32)
-    put_keys8(b_k, start + o_n, live, k + first * D, steps + first * 2, D, KIND == "fp8")
+    p_k = x_k + i_b * stride_kb + i_h * stride_kh + o_n[:, None] * stride_kn
+    if KIND == "int4_token":
+        HALF: tl.constexpr = D // 2
+        o_h = tl.arange(0, HALF)[None, :]
+        b_k0 = tl.load(p_k + o_h, mask=live[:, None], other=0.0).to(tl.float32)
+        b_k1 = tl.load(p_k + HALF + o_h, mask=live[:, None], other=0.0).to(tl.float32)
+        steps = steps + first * (2 * (D // GROUP))
+        put_keys_token4(b_k0, b_k1, start + o_n, live, k + first * HALF, steps, D, GROUP, TILE)
+    else:
+        b_k = tl.load(p_k + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0).to(tl.float32)
+        put_keys8(b_k, start + o_n, live, k + first * D, steps + first * 2, D, KIND == "fp8")
 
 
 def warps_for(num_rows: int, head_dim: int) -> int:
@@ -176,11 +234,11 @@ def check(op: str, kv: QuantKV) -> None:
     """ValueError where the kernels cannot work on a cache that the reference can."""
     if kv.head_dim not in (64, 128, 256):
         raise ValueError(f"{op}: impl=triton has head dims 64, 128 and 256, not {kv.head_dim} (set impl=reference)")
-    if any(part.kind == "int4" for part in kv.parts):
+    if any(part.kind in FOUR_BIT for part in kv.parts):
         group = kv.format.group
         if group not in (32, 64) or (kv.head_dim // 2) % group:
             raise ValueError(
-                f"{op}: impl=triton wants int4 groups of 32 or 64 that divide half the head dim, not {group} of {kv.head_dim} "
+                f"{op}: impl=triton wants 4-bit groups of 32 or 64 that divide half the head dim, not {group} of {kv.head_dim} "
                 "(set impl=reference)"
             )
     if kv.k_tail is not None and kv.k_tail.dtype.itemsize != 2:
@@ -210,7 +268,8 @@ def overwrite_keys(kv: QuantKV, start: int, k: Tensor) -> None:
     rows = min(TILE, triton.next_power_of_2(max(1, num)))
     keys_kernel[(triton.cdiv(num, rows), kv.num_kv_heads, kv.batch_size)](
         k, part.k, part.k_params, start, num, kv.num_stored, *k.stride()[:3],
-        D=kv.head_dim, KIND=part.kind, ROWS=rows, num_warps=warps_for(rows, kv.head_dim), enable_fp_fusion=False,
+        D=kv.head_dim, KIND=part.kind, GROUP=kv.format.group, ROWS=rows, TILE=TILE,
+        num_warps=warps_for(rows, kv.head_dim), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -224,19 +283,22 @@ def compile_cases() -> list[dict]:
     sinks = [
         {
             "name": f"keys-{kind}-D{head_dim}", "fn": keys_kernel, "signature": {n: pointers.get(n, "i32") for n in key_names},
-            "constexprs": {"D": head_dim, "KIND": kind, "ROWS": 4},
+            "constexprs": {"D": head_dim, "KIND": kind, "GROUP": 32, "ROWS": 4, "TILE": TILE},
             "num_warps": warps_for(4, head_dim), "num_stages": 3, "expect": ["st.global"],
         }
-        for kind in ("fp8", "int8") for head_dim in (64, 128, 256)
+        for kind in ("fp8", "int8", "int4_token") for head_dim in (64, 128, 256)
     ]  # fmt: skip
     return sinks + [
         {
             "name": f"quantize-{kind}-D{head_dim}-group{group}", "fn": quantize_kernel,
             "signature": {n: pointers.get(n, "i32") for n in names},
-            "constexprs": {"D": head_dim, "KIND": kind, "GROUP": group, "ROWS": group, "TILE": TILE},
+            "constexprs": {
+                "D": head_dim, "KIND": kind, "GROUP": group, "ROWS": group if kind == "int4" else TILE, "TILE": TILE,
+            },
             "num_warps": warps_for(group, head_dim), "num_stages": 3, "expect": ["st.global"],
         }
         for kind, head_dim, group in [
-            *((kind, d, 32) for kind in ("fp8", "int8", "int4") for d in (64, 128, 256)), ("int4", 128, 64), ("int4", 256, 64),
+            *((kind, d, 32) for kind in KINDS for d in (64, 128, 256)), ("int4", 128, 64), ("int4", 256, 64),
+            ("int4_token", 128, 64),
         ]
     ]  # fmt: skip

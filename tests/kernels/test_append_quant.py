@@ -13,6 +13,7 @@ FORMATS = {
     "int8": KVFormat("int8"),
     "fp8": KVFormat("fp8"),
     "int4": KVFormat("int4"),
+    "int4_token": KVFormat("int4_token"),
     "int4-64": KVFormat("int4", group=64),
     "mixed": KVFormat("mixed", head_bits=(8, 4)),
 }

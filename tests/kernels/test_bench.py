@@ -39,7 +39,7 @@ def toy_sizes(monkeypatch):
     monkeypatch.setattr(bench_cases, "DIM", 64)
 
 
-FORMATS = {"fp8": 1.75, "int8": 1.6, "int4": 2.3, "mixed": None}
+FORMATS = {"fp8": 1.75, "int8": 1.6, "int4": 2.3, "int4_token": None, "mixed": None}
 TOY = {
     "dense": lambda: bench_cases.dense(1, 2, 64, bench_cases.one_gib, False),
     "kept": lambda: bench_cases.kept(1, 2, 64, 0.5, 4.0),

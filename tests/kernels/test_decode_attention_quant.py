@@ -18,6 +18,7 @@ FORMATS = {
     "int8": KVFormat("int8"),
     "fp8": KVFormat("fp8"),
     "int4": KVFormat("int4"),
+    "int4_token": KVFormat("int4_token"),
     "int4-64": KVFormat("int4", group=64),
     "mixed": KVFormat("mixed", head_bits=(4, 8)),
 }
@@ -86,7 +87,7 @@ def _poisoned(monkeypatch):
 @pytest.mark.parametrize("asm", ASM, ids=lambda a: "asm" if a else "plain")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", LENGTHS, ids=lambda n: f"n{n}")
-@pytest.mark.parametrize("name", ("int8", "fp8", "int4", "mixed"))
+@pytest.mark.parametrize("name", ("int8", "fp8", "int4", "int4_token", "mixed"))
 def test_lengths(name, length, dtype, asm):
     # ragged: the second sequence leaves splits empty
     tensors = case(name, [length, max(1, length // 3)], dtype=dtype)
@@ -96,7 +97,7 @@ def test_lengths(name, length, dtype, asm):
 @pytest.mark.parametrize("asm", ASM, ids=lambda a: "asm" if a else "plain")
 @pytest.mark.parametrize("dim", (64, 128, 256), ids=lambda d: f"D{d}")
 @pytest.mark.parametrize("group", (1, 3, 4, 7, 8, 16), ids=lambda g: f"G{g}")
-@pytest.mark.parametrize("name", ("int8", "fp8", "int4", "mixed"))
+@pytest.mark.parametrize("name", ("int8", "fp8", "int4", "int4_token", "mixed"))
 def test_groups_and_dims(name, group, dim, asm):
     dtype = DTYPES[-1]
     tensors = case(name, [150], dim, group, dtype, num_slots=200)
@@ -125,14 +126,14 @@ def test_no_tokens_give_zero(name, impl):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ("int8", "fp8", "int4", "mixed"))
+@pytest.mark.parametrize("name", ("int8", "fp8", "int4", "int4_token", "mixed"))
 def test_large_scores(name, dtype):
     tensors = case(name, [140, 33], dtype=dtype, spread=40.0)
     check(decode_attention_quant(*tensors, 1.0, "triton", config=SMALL), oracle(*tensors, 1.0), dtype)
 
 
 @pytest.mark.parametrize("v_spread", (1e-5, 1e-3, 1500.0), ids=lambda s: f"v{s}")
-@pytest.mark.parametrize("name", ("int8", "fp8", "int4"))
+@pytest.mark.parametrize("name", ("int8", "fp8", "int4", "int4_token"))
 def test_small_and_large_values(name, v_spread):
     """A probability times a small step must not vanish in half precision, nor one times a large step overflow."""
     if name == "int8" and v_spread > 1:
@@ -193,7 +194,7 @@ def test_quantised_attention_is_near_the_exact_one(name):
     keys, values = (x.double().repeat_interleave(2, 1) for x in (k, v))
     want = (keys @ q.double()[..., None] * 128**-0.5).softmax(2).transpose(2, 3) @ values
     error = float((out.double() - want[:, :, 0]).norm() / want.norm())
-    assert error <= {"int8": 0.015, "fp8": 0.06, "int4": 0.15, "int4-64": 0.16, "mixed": 0.15}[name]
+    assert error <= {"int8": 0.015, "fp8": 0.06, "int4": 0.15, "int4_token": 0.15, "int4-64": 0.16, "mixed": 0.15}[name]
 
 
 @pytest.mark.gpu
@@ -215,9 +216,9 @@ def test_long(name, length, dtype):
     ],
     ids=lambda c: "b{block}w{num_warps}s{num_stages}".format(**c),
 )
-@pytest.mark.parametrize("name", ("int8", "fp8", "int4"))
+@pytest.mark.parametrize("name", ("int8", "fp8", "int4", "int4_token"))
 def test_configs(name, config):
-    if name == "int4" and config["block"] != 32:
+    if name.startswith("int4") and config["block"] != 32:
         pytest.skip("int4 has blocks of 32")
     tensors = case(name, [1000, 700], 128, 8, torch.bfloat16, num_slots=1024)
     check(
@@ -228,7 +229,7 @@ def test_configs(name, config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ("int8", "int4"))
+@pytest.mark.parametrize("name", ("int8", "int4", "int4_token"))
 def test_codes_behind_2_to_the_31(name):
     heads, num_slots, dim = (40, 2**19, 128)
     kv = allocate(FORMATS[name], 2, heads, num_slots, dim, torch.bfloat16, DEVICE)

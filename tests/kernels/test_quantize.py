@@ -6,7 +6,7 @@ import struct
 import pytest
 import torch
 
-from kernels.quantize import KVFormat, allocate, dequantize, quantize
+from kernels.quantize import KVFormat, allocate, dequantize, overwrite_keys, quantize
 from kernels.quantize.reference import decode4, decode8, encode4, encode8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -16,6 +16,7 @@ FORMATS = {
     "int8": KVFormat("int8"),
     "fp8": KVFormat("fp8"),
     "int4": KVFormat("int4"),
+    "int4_token": KVFormat("int4_token"),
     "int4-64": KVFormat("int4", group=64),
     "mixed": KVFormat("mixed", head_bits=(4, 8)),
 }
@@ -94,12 +95,16 @@ def test_every_byte_is_where_it_is_said_to_be(name):
     for part in kv.parts:
         for seq, token, channel in ((0, 0, 0), (0, 37, 5), (0, 255, 127), (0, 131, 64), (0, 160, 63)):
             for at, head in enumerate(part.heads):
-                if part.kind == "int4":
+                if part.kind.startswith("int4"):
                     group, low = kv.format.group, channel < 64
                     byte_k = int(part.k[seq, at, token, channel % 64])
                     byte_v = int(part.v[seq, at, token // 32, channel % 64, token % 32])
                     code_k, code_v = (b & 15 if low else b >> 4 for b in (byte_k, byte_v))
-                    step, zero = (half_at(part.k_params, seq, at, token // group, i, channel) for i in (0, 1))
+                    if part.kind == "int4":
+                        where = (token // group, slice(None), channel)
+                    else:
+                        where = (token // 32, slice(None), channel // group, token % 32)
+                    step, zero = part.k_params[seq, at][where].tolist()
                     want_k = zero + step * (64 + code_k)
                     step, zero = (half_at(part.v_params, seq, at, token // 32, i, channel // group, token % 32) for i in (0, 1))
                     want_v = zero + step * (64 + code_v)
@@ -143,8 +148,26 @@ def test_triton_gives_the_same_bits(name, dim):
         assert not caches[0].parts[0].k[0].any(), "another sequence was touched"
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("num", (1, 4, 35), ids=lambda n: f"n{n}")
+@pytest.mark.parametrize("name", [name for name, format in FORMATS.items() if format.overwrites])
+def test_keys_alone_are_overwritten(name, num, impl):
+    """What quantize would have written, V as it was, and no other slot touched."""
+    dim, start = 64, 30
+    (k, v), new = rows(80, dim), torch.stack([rows(num, dim)[0][0] for _ in "bb"])
+    kv, want = make(name, num_slots=80, dim=dim), make(name, num_slots=80, dim=dim)
+    for seq in range(2):
+        quantize(kv, seq, 0, k, v)
+        whole = k.clone()
+        whole[0, :, start : start + num] = new[seq]
+        quantize(want, seq, 0, whole, v)
+    overwrite_keys(kv, start, new, impl)
+    for actual, expected in zip(snapshot(kv), snapshot(want), strict=True):
+        assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("spread", (1e-6, 1e-3, 40.0), ids=lambda s: f"x{s}")
-@pytest.mark.parametrize("name", ("int8", "fp8", "int4"))
+@pytest.mark.parametrize("name", ("int8", "fp8", "int4", "int4_token"))
 def test_triton_gives_the_same_bits_at_any_size(name, spread):
     k, v = rows(128, 64, torch.float32, spread)
     k[0, 0, :40], v[0, 1, 3] = 0.0, -0.0
@@ -156,7 +179,9 @@ def test_triton_gives_the_same_bits_at_any_size(name, spread):
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("int8", 8.125), ("fp8", 8.125), ("int4", 5.0), ("int4-64", 4.5), ("mixed", 6.5625)], ids=str
+    ("name", "bits"),
+    [("int8", 8.125), ("fp8", 8.125), ("int4", 5.0), ("int4_token", 5.0), ("int4-64", 4.5), ("mixed", 6.5625)],
+    ids=str,
 )
 def test_effective_bits_counted_in_bytes(name, bits):
     kv = make(name, batch=3, num_slots=1024, dim=128)
@@ -179,7 +204,7 @@ def test_slots_that_fill_no_tile_or_block():
 @pytest.mark.parametrize(
     ("make_error", "text"),
     [
-        (lambda: KVFormat("int3"), "'int3' is not one of fp8, int8, int4, mixed"),
+        (lambda: KVFormat("int3"), "'int3' is not one of fp8, int8, int4, int4_token, mixed"),
         (lambda: KVFormat("int4", group=48), "group=48 is not one of"),
         (lambda: KVFormat("mixed"), "8 or 4 per KV head"),
         (lambda: KVFormat("int8", head_bits=(8, 8)), "empty otherwise"),
