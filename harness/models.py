@@ -98,6 +98,8 @@ def load(conf: ModelConf, seed: int = 0) -> Loaded:
             model, tokenizer = _read_model(str(folder), config, dtype)
         except _load_errors() as err:
             raise ValueError(f"{folder} is damaged ({_one_line(err)}): delete it and run again") from err
+        # the base is a chat model, the adapter was trained on plain text
+        tokenizer.chat_template = None
     model = model.to(device).eval().requires_grad_(False)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

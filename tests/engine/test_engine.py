@@ -257,7 +257,9 @@ def test_forced_question_is_ragged(tiny_llama):
     ids, forced = draw(2, 20), draw(2, 6)
     engine = build(model, Full(), ids)
     engine.prefill(ids)
-    tokens = engine.decode(12, forced=forced, forced_lens=[6, 2])
+    ragged = forced.clone()
+    ragged[1, 2:] = -1
+    tokens = engine.decode(12, forced=ragged)
     for seq, length in enumerate((6, 2)):
         prompt = torch.cat([ids[seq], forced[seq, :length]])[None]
         new = 12 - length
