@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from tasks.base import leading_ids
 
 MARKS = ("<<first question>>", "<<first answer>>", "<<second question>>")
-CANNOT_SPLIT = (
-    "task.chat_template=auto: this template alters or refuses a plain message; use task.chat_template=none"
-)
+CANNOT_SPLIT = "task.chat_template=auto: this template alters or refuses a plain message; use task.chat_template=none"
 
 
 @dataclass(frozen=True)

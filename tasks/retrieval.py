@@ -81,6 +81,11 @@ class Retrieval(Task, ABC):
         """How many questions a sample asks."""
         return 2 if self.question == "two_turn" else 1
 
+    def require_one_question(self) -> None:
+        """Raise a ValueError for two turns, for a task that has only one thing to ask."""
+        if self.question == "two_turn":
+            raise ValueError(f"question=two_turn: task={self.name} asks one question; use question=visible or question=hidden")
+
     @property
     def name(self) -> str:
         """Name of the task: that of its module."""
