@@ -7,6 +7,7 @@ The haystack is functions of this Python's library (tasks/library.py). The value
 number is not enough. Kinds take turns: `default`, `return`.
 """
 
+import functools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -55,10 +56,9 @@ class CodeLookup(Retrieval):
         return first_is(numbers(text), turn.answers)
 
 
+@functools.cache
 def _askable(kind: str) -> list[tuple[Function, Spot]]:
-    short = [
-        function for function in functions() if len(function.source) <= MAX_ASKED_CHARS and function.name in unique_names()
-    ]
+    named = [function for function in functions() if function.name in unique_names()]
     short = [function for function in named if len(function.source) <= MAX_ASKED_CHARS]
     return [(function, spot) for function in short for spot in function.spots if spot.kind == kind]
 

@@ -12,6 +12,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from tasks.base import Sample, Turn, require_at_least
 from tasks.corpus import text
@@ -50,14 +51,13 @@ class CommonWords(Retrieval):
             needles=[word + "\n" for word in common for _ in range(self.common_repeats)],
             depths=[rng.random() for _ in range(self.num_common * self.common_repeats)],
             asks=[Ask(QUESTION.format(num=len(common)), PREFIX.format(num=len(common)), common)],
-            units=self._uncommon(rng, [*others, *(pair for pair, _ in draw_pairs(rng))]),
+            units=self._uncommon(rng, chain(others, (pair for pair, _ in draw_pairs(rng)))),
             intro=INTRO,
             reports_depth=False,
         )
 
-    def _uncommon(self, rng: random.Random, words: list[str]) -> Iterator[str]:
-        for start in range(0, len(words), BLOCK):
-            block = words[start : start + BLOCK] * self.uncommon_repeats
+    def _uncommon(self, rng: random.Random, words: Iterator[str]) -> Iterator[str]:
+        while block := list(islice(words, BLOCK)) * self.uncommon_repeats:
             rng.shuffle(block)
             yield from (word + "\n" for word in block)
 
