@@ -28,11 +28,13 @@ class Spot:
 
 @dataclass(frozen=True)
 class Function:
-    """A function or method: dotted module, plain name, source from `def` on without indentation, docstring or ""."""
+    """A function or method: dotted module, plain name, source from `def` on without indentation, its first lines up to the
+    body, docstring or ""."""
 
     module: str
     name: str
     source: str
+    signature: str
     doc: str
     spots: tuple[Spot, ...]
 
@@ -47,8 +49,9 @@ def functions() -> list[Function]:
             indented = "\n".join(lines[node.lineno - 1 : node.end_lineno])
             if len(indented) <= MAX_CHARS and indented.isascii():
                 source = textwrap.dedent(indented)
+                signature = "\n".join(source.split("\n")[: max(1, node.body[0].lineno - node.lineno)])
                 doc = ast.get_docstring(node) or ""
-                found.append(Function(module, node.name, source, doc, tuple(_spots(node, indented, source))))
+                found.append(Function(module, node.name, source, signature, doc, tuple(_spots(node, indented, source))))
     return found
 
 

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 
 from tasks.base import Sample, Turn, require_at_least
 from tasks.niah import draw_pairs
-from tasks.retrieval import Ask, Draft, Retrieval, numbers
+from tasks.retrieval import Ask, Draft, Retrieval, numbers, share_found
 
-# two sorts of things to write, in turn
-FACTS = ("\nInstruction {i}: write down the number {value}.\n", "\nInstruction {i}: write down the name {key}.\n")
-QUESTION = "\nNow carry out the {num} instructions of the text above, one after the other.\n"
-PREFIX = "Instruction 1: write down the number"
+FACT = "\nInstruction {i}: write down the number {value}.\n"
+QUESTION = "\nCarry out the {num} instructions of the text above, one after the other."
+PREFIX = " The numbers to write down by all {num} instructions are"
 
 
 @dataclass
@@ -25,7 +24,7 @@ class MultiInstruction(Retrieval):
 
     needle_word = "instruction"
     num_instructions: int = 4
-    max_answer_tokens: int = 96
+    max_answer_tokens: int = 64
 
     def __post_init__(self):
         super().__post_init__()
@@ -33,22 +32,21 @@ class MultiInstruction(Retrieval):
         require_at_least("task.num_instructions", self.num_instructions, 2)
 
     def draft(self, rng: random.Random, index: int) -> Draft:
-        pairs = [pair for pair, _ in zip(draw_pairs(rng), range(self.num_instructions), strict=False)]
-        needles = [FACTS[i % 2].format(i=i + 1, key=key, value=value) for i, (key, value) in enumerate(pairs)]
-        answers = [pair[1 - i % 2] for i, pair in enumerate(pairs)]
+        values = [value for (_, value), _ in zip(draw_pairs(rng), range(self.num_instructions), strict=False)]
+        num = len(values)
         return Draft(
-            needles=needles,
-            depths=[(i + 0.5) / len(pairs) for i in range(len(pairs))],
-            asks=[Ask(QUESTION.format(num=len(pairs)), PREFIX, answers)],
+            needles=[FACT.format(i=i, value=value) for i, value in enumerate(values, 1)],
+            depths=[(i + 0.5) / num for i in range(num)],
+            asks=[Ask(QUESTION.format(num=num), PREFIX.format(num=num), values)],
             first_piece=rng.random(),
             reports_depth=False,
         )
 
     def parts(self, turn: Sample | Turn, text: str) -> dict[str, float]:
-        """Return for each instruction whether what it wants is in `text`, as a whole number or a whole name."""
-        said = {*numbers(text), *text.replace(".", " ").replace(",", " ").split()}
+        """Return for each instruction whether its number, read whole, is among as many distinct numbers of `text`."""
+        said = list(dict.fromkeys(numbers(text)))[: len(turn.answers)]
         return {f"instruction_{i}": float(answer in said) for i, answer in enumerate(turn.answers, 1)}
 
     def score(self, turn: Sample | Turn, text: str) -> float:
-        parts = self.parts(turn, text)
-        return sum(parts.values()) / len(parts)
+        """Return the share of instructions that were carried out."""
+        return share_found(numbers(text), turn.answers)

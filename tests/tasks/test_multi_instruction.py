@@ -14,25 +14,25 @@ def test_instructions_are_spread_in_order(num_instructions):
     for sample in MultiInstruction(num_instructions=num_instructions).samples(BYTES, 8001, 0):
         text = BYTES.decode(sample.prompt_ids)
         for i, answer in enumerate(sample.answers):
-            words = f"\nInstruction {i + 1}: write down the {'name' if i % 2 else 'number'} {answer}.\n"
+            words = f"\nInstruction {i + 1}: write down the number {answer}.\n"
             assert text.count(words) == text.count(answer) == 1
             assert text.index(words) / len(text) == pytest.approx((i + 0.5) / num_instructions, abs=0.1)
-        assert text.endswith("\nInstruction 1: write down the number")
+        assert text.endswith(f" The numbers to write down by all {num_instructions} instructions are")
 
 
 @pytest.mark.parametrize(
     ("text", "done"),
     [
-        (" 1111111.\nInstruction 2: write down the name calm-otter.", (1, 1)),
-        (" calm-otter, 1,111,111", (1, 1)),
-        (" 11111112 calm-otters", (0, 0)),
-        (" 1111111 acalm-otter", (1, 0)),
-        (" calm-otter", (0, 1)),
+        (" 1111111 and 2,222,222.", (1, 1)),
+        (" 2222222, 1111111", (1, 1)),
+        (" 3333333, 1111111, 2222222", (1, 0)),
+        (" 11111112 -2222222", (0, 0)),
+        (" 2222222 2222222", (0, 1)),
         ("", (0, 0)),
     ],
 )
 def test_each_is_scored_apart(text, done):
-    task, sample = MultiInstruction(num_instructions=2), Sample("s", [], answers=["1111111", "calm-otter"])
+    task, sample = MultiInstruction(num_instructions=2), Sample("s", [], answers=["1111111", "2222222"])
     assert task.parts(sample, text) == {"instruction_1": done[0], "instruction_2": done[1]}
     assert task.score(sample, text) == sum(done) / 2
 
