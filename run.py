@@ -27,6 +27,9 @@ def main(cfg: DictConfig) -> None:
 def cli(argv: list[str]) -> int:
     """Run and return the exit code: 0 fine, 1 a cell failed or nothing can be written, 2 a mistake in the arguments."""
     before = os.environ.get("HYDRA_FULL_ERROR")
+    if int(os.environ.get("RANK", 0)):
+        # of the processes that torchrun starts the first one speaks
+        sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
         preflight(argv)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints tracebacks of its own

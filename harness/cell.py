@@ -23,10 +23,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
-from harness import hf, models, timing, tracking
+from harness import hf, models, recurrent, timing, tracking
 from harness.config import blank_row, choice_of, model_name
 from harness.engine import Engine
-from harness.ledger import WORKSPACE
+from harness.recurrent import is_recurrent
 from harness.report.card import print_card
 from harness.report.progress import Progress
 from harness.results import Row, write_atomic
@@ -45,8 +45,10 @@ WARM_UP_STEPS = 8
 NOISY = 3  # p95 over median of the step times above which something else had the machine
 DONE = object()
 # what can change a measured value; the card, W&B and the command line cannot
-MEASURING_CODE = [f"harness/{name}.py" for name in ("cell", "engine", "hf", "ledger", "models", "step", "timing")]
-MEASURING_CODE += ["methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py"]
+MEASURING_CODE = [
+    f"harness/{name}.py" for name in ("cell", "engine", "hf", "ledger", "models", "recurrent", "sliding", "step", "timing")
+]
+MEASURING_CODE += ["methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py", "assets/*/calibration.json"]
 
 
 class NonFinite(RuntimeError):
@@ -60,7 +62,7 @@ def check(cfg: DictConfig) -> None:
     device = torch.device(models.pick_device(conf.model.device))
     dtype = models.pick_dtype(conf.model.dtype, device.type)
     shape = conf.shape
-    limit = getattr(config, "max_position_embeddings", None)
+    limit = longest_context(config, conf.method)
     name, new = "shape.num_new_tokens", shape.num_new_tokens
     if conf.task.mode == "score":
         name, new = "task.num_scored", conf.task.num_scored
@@ -74,16 +76,27 @@ def check(cfg: DictConfig) -> None:
             f"shape.context_len={shape.context_len} + {name}={new} is {shape.context_len + new} tokens, the model allows "
             f"{limit}; longest here: shape.context_len={max(limit - new, 0)}"
         )
-    spec = hf.spec_of_config(
+    if is_recurrent(config):
+        recurrent.check(config, conf.method, shape.batch_size)
+    spec_of_config = (recurrent if is_recurrent(config) else hf).spec_of_config
+    spec = spec_of_config(
         config,
         batch_size=shape.batch_size,
         context_len=shape.context_len,
         max_new_tokens=new,
         dtype=dtype,
         device=device,
+        tp_size=conf.model.tp_size,
     )
     conf.method.plan(spec)
     choose_impls(conf, device)
+
+
+def longest_context(config, method) -> int | None:
+    """Most tokens of prompt and answers together; None without a limit."""
+    # a recurrent model goes on for ever; a method that streams never lets two tokens look at each other from further away than
+    # its cache is long
+    return None if is_recurrent(config) or method.streams else getattr(config, "max_position_embeddings", None)
 
 
 def choose_impls(conf, device: torch.device) -> tuple[str, str]:
@@ -135,6 +148,9 @@ def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
         for row in (baseline.row, side.row):
             if "baseline_broken" not in row.flags:
                 row.flags.append("baseline_broken")
+    if models.rank():
+        # all ranks measure the same, the first one reports it
+        return side.row
     for finished in sides:
         finished.save(out_dir if finished is side else None)
     write_atomic(out_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
@@ -208,6 +224,7 @@ class Side:
         self.stop_ids = stop_ids(loaded.model, loaded.tokenizer)
         self.device = next(loaded.model.parameters()).device
         self.name = choice_of(cfg.method)
+        self.recurrent = is_recurrent(loaded.model.config)
         self.impl, self.decode_impl = choose_impls(conf, self.device)
         self.step_impl = choose_step(loaded.model, self.decode_impl)
         self.seed = conf.seed
@@ -221,7 +238,9 @@ class Side:
         self.row.versions = versions() | {"weights": loaded.source}
         self.row.code_hash = code_hash()
         self.row.git_commit = git_commit()
-        self.row.memory_class = self.method.memory_class
+        self.row.memory_class = "fixed_state" if self.recurrent else self.method.memory_class
+        if self.recurrent and recurrent.slow_kernels(loaded.model.config):
+            self.row.flags.append("slow_kernels")
         self.ttft_ms: list[float] = []
         self.prefill_ms: list[float] = []
         self.compress_ms: list[float] = []
@@ -269,39 +288,26 @@ class Side:
         row, spec = self.row, engine.spec
         row.peak_prefill_bytes = timing.peak_bytes(self.device)
         ledger, plan = engine.ledger(), self.method.planned
-        stored = self.method.stored_dtype(spec)
-        row.kv_dtype = stored
+        row.kv_dtype = self.method.stored_dtype(spec)
         row.kv_full_bytes = spec.full_bytes(name_of(spec.dtype))
         row.kv_resident_bytes, row.kv_allocated_bytes = ledger.resident_bytes, ledger.allocated_bytes
-        row.kv_predicted_bytes, row.kv_ledger = plan.resident_bytes, ledger.kinds
+        row.kv_predicted_bytes, row.kv_ledger = engine.resident_bytes, ledger.kinds
         row.kv_kept_ratio = ledger.resident_bytes / row.kv_full_bytes
-        row.kv_sparsity = 1 - ledger.resident_bytes / spec.full_bytes(stored)
-        row.kv_read_bytes_per_step = plan.read_bytes
-        if abs(ledger.resident_bytes - plan.resident_bytes) > 0.01 * plan.resident_bytes:
-            raise RuntimeError(f"{self.name} holds {ledger.resident_bytes} bytes, it predicted {plan.resident_bytes}")
-        if isinstance(self.method, Budgeted):
-            if plan.noop:
-                row.flags.append("noop")
-            elif ledger.resident_bytes > self.method.budget_bytes(spec):
-                raise RuntimeError(
-                    f"{self.name} holds {ledger.resident_bytes} bytes after prefill, "
-                    f"its budget is {self.method.budget_bytes(spec)}"
-                )
+        row.kv_sparsity = 1 - ledger.resident_bytes / self.method.full_bytes(spec)
+        row.kv_read_bytes_per_step = engine.read_bytes
+        if abs(ledger.resident_bytes - engine.resident_bytes) > 0.01 * engine.resident_bytes:
+            raise RuntimeError(f"{self.name} holds {ledger.resident_bytes} bytes, it predicted {engine.resident_bytes}")
+        if isinstance(self.method, Budgeted) and plan.noop:
+            row.flags.append("noop")
         self.phase = "decode"
         timing.reset_peak(self.device)
         engine.decode(min(WARM_UP_STEPS, self.max_new_tokens))
         row.peak_decode_bytes = timing.peak_bytes(self.device)
-        if (after := engine.ledger()).allocated_bytes - after.kinds.get(WORKSPACE, 0) > ledger.allocated_bytes:
-            raise RuntimeError(
-                f"{self.name} grew from {ledger.allocated_bytes} to {after.allocated_bytes} bytes while it decoded"
-            )
+        engine.check_bytes()  # a run may be shorter than the engine's own interval
         row.ceiling_gb_per_s = timing.copy_bandwidth(self.device) / 1e9
-        bytes_per_step = hf.weight_bytes_read(self.model, self.shape.batch_size) + plan.read_bytes
+        bytes_per_step = hf.weight_bytes_read(self.model, self.shape.batch_size) + engine.read_bytes
         row.bound_ms_per_step = bytes_per_step / (row.ceiling_gb_per_s * 1e9) * 1000
         row.decode_impl, row.step_impl, row.kernel_impl = self.decode_impl, self.step_impl, self.impl
-        if stored == "int8" and self.impl != "reference":
-            # the fused kernel (kernels/decode_attention_quant) is not behind Slots yet: the row must not claim its speed
-            row.kernel_impl += ", int8 dequantised by torch"
         del engine
         self.method.release()
         free_memory()
@@ -317,7 +323,7 @@ class Side:
         longest_script = max(len(sample.script()[0]) for sample in drawn)
         answer = 0 if self.task.mode == "score" else max(self.shape.num_new_tokens, *(s.max_answer_tokens for s in drawn))
         self.max_new_tokens = longest_script + answer
-        limit = getattr(self.model.config, "max_position_embeddings", None)
+        limit = longest_context(self.model.config, self.method)
         over = max(len(sample.prompt_ids) + len(sample.script()[0]) for sample in drawn) + answer - (limit or math.inf)
         if over > 0:
             raise ValueError(
@@ -326,7 +332,7 @@ class Side:
             )
 
     def build(self) -> Engine:
-        return Engine(
+        return recurrent.engine_class(self.model.config)(
             self.model,
             self.method,
             batch_size=self.shape.batch_size,
@@ -336,6 +342,7 @@ class Side:
             impl=self.impl,
             decode_impl=self.decode_impl,
             step_impl=self.step_impl,
+            prefill_chunk=self.shape.prefill_chunk,
         )
 
     def run(self, reference: "Side") -> Iterator[None]:
@@ -355,7 +362,7 @@ class Side:
         ids, lengths = pad([sample.prompt_ids for sample in batch])
         ids = ids.to(self.device)
         prefill_ms = None
-        if turn and len(self.batches) == 1 and self.task.mode != "score":
+        if turn and len(self.batches) == 1 and self.task.mode != "score" and engine.can_rewind():
             engine.rewind()  # the only batch is in the cache: the decode is timed again, without paying for its prefill
         else:
             clock.mark()
@@ -460,8 +467,10 @@ class Side:
                 float(torch.stack(self.agreement).mean()),
                 float(torch.stack(self.kl).mean()),
             )
-        row.method_facts = self.method.facts()
+        row.method_facts = self.method.stored_facts() | self.method.facts()
         row.flags += [flag for flag in self.method.flags() if flag not in row.flags]
+        if row.method_facts.get("calibration_weights", row.versions["weights"]) != row.versions["weights"]:
+            row.flags.append("foreign_calibration")
         row.status = "ok"
 
     def save(self, out_dir: Path | None) -> None:

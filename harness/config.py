@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 import methods
 import tasks
+from harness import assets
 from harness.models import ModelConf
 from harness.results import Row
 from methods.base import Method
@@ -61,16 +62,20 @@ class ConfigError(ValueError):
 
 @dataclass
 class ShapeConf:
-    """Lengths in tokens. repeats: timed runs per cell, of which the median is reported."""
+    """Lengths in tokens. repeats: timed runs per cell, of which the median is reported.
+
+    prefill_chunk: tokens of the prompt that go through all layers at a time; null: the whole prompt, layer by layer.
+    """
 
     context_len: int = 1024
     batch_size: int = 1
     num_new_tokens: int = 128
     repeats: int = 5
+    prefill_chunk: int | None = None
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            if value < 1:
+            if value is not None and value < 1:
                 raise ValueError(f"shape.{name}={value} is too small: it must be at least 1")
 
 
@@ -154,6 +159,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("new_dir", _new_dir, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("cell_dir", _cell_dir, replace=True)
     OmegaConf.register_new_resolver("options", _list_options, replace=True)
+    OmegaConf.register_new_resolver("model_file", _model_file, replace=True)
 
 
 def _new_dir(path: str) -> str:
@@ -175,6 +181,11 @@ def _cell_dir(number: int, overrides: str) -> str:
 
 def _list_options() -> str:
     return "\n".join(f"{group}: {', '.join(options(group))}" for group in _groups())
+
+
+def _model_file(file: str, *, _root_) -> str:
+    """Path of a file that belongs to the cell's model: its calibration, a trained head."""
+    return assets.find(_root_.model.name, _root_.model.path, file)
 
 
 def _groups() -> list[str]:
@@ -229,6 +240,8 @@ def blank_row(cfg: DictConfig, reproduce: str) -> Row:
         context_len=cfg.shape.context_len,
         batch_size=cfg.shape.batch_size,
         num_new_tokens=cfg.shape.num_new_tokens,
+        tp_size=cfg.model.tp_size,
+        prefill_chunk=cfg.shape.prefill_chunk,
         seed=cfg.seed,
         config_hash=config_hash(cell_of(cfg)),
         started_at=datetime.now(UTC).isoformat(),
@@ -270,6 +283,17 @@ def preflight(argv: list[str]) -> None:
     notes += [f"note: cannot run, becomes an invalid row: {names[key]}: {why}" for key, why in impossible.items()]
     for note in dict.fromkeys(notes):
         print(note, file=sys.stderr)
+
+
+def compose_cells(overrides: list[str]) -> list[DictConfig]:
+    """The composed cells of these overrides, one for each combination of several values; ConfigError for the first mistake.
+
+    For programs beside run.py: no plan is checked.
+    """
+    register()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cells, _ = _expand(_flags(["-m", *overrides]))
+        return [_compose(lines) for lines in cells]
 
 
 def _impossible(cells: dict[str, DictConfig]) -> dict[str, str]:

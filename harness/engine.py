@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from harness import hf
-from harness.ledger import Ledger, measure
+from harness.ledger import WORKSPACE, Ledger, measure
 from harness.step import FusedStep, ModuleStep
 from harness.timing import Clock, Stopwatch
-from methods.base import Method
+from methods.base import Budgeted, Method, Spec
+from methods.slots import BLOCK
 
 GRAPH_WARM_UP = 3
+STREAM_CHUNK = 512
+CHECK_EVERY = 64  # decoded tokens between two looks at the ledger
 
 
 class Engine:
@@ -29,6 +32,8 @@ class Engine:
         max_prompt_len: longest prompt; the budget refers to it. max_new_tokens: most tokens fed or decoded after prefill.
         impl: kernels, "reference" or "triton". decode_impl: "graph" replays one CUDA graph per step, "eager" launches each
             kernel. step_impl: "module" runs the Hugging Face module, "fused" joins its projections and fuses its small ops.
+        prefill_chunk: tokens that go through all layers at a time, for prompts whose activations do not fit; None: the whole
+            prompt, layer by layer (methods that stream: STREAM_CHUNK).
     """
 
     def __init__(
@@ -42,31 +47,48 @@ class Engine:
         impl: str = "reference",
         decode_impl: str = "eager",
         step_impl: str = "module",
+        prefill_chunk: int | None = None,
     ):
-        self.model, self.method, self.decode_impl = model, method, decode_impl
-        self.spec = hf.make_spec(
-            model, batch_size=batch_size, context_len=max_prompt_len, max_new_tokens=max_new_tokens, impl=impl
+        spec = hf.make_spec(model, batch_size=batch_size, context_len=max_prompt_len, max_new_tokens=max_new_tokens, impl=impl)
+        self._set_up(
+            model, method, spec, decode_impl, STREAM_CHUNK if prefill_chunk is None and method.streams else prefill_chunk
         )
-        if decode_impl == "graph" and self.spec.device.type != "cuda":
-            device = self.spec.device.type
-            raise ValueError(f"decode_impl=graph needs a CUDA device, the model is on {device}; use decode_impl=eager")
-        method.bind(self.spec)
-        if method.planned.headroom > max_new_tokens:
+        self.seals = any(layer.slots.seals for layer in method.layers)
+        if self.seals and decode_impl == "graph" and impl == "reference":
             raise ValueError(
-                f"{type(method).__name__} plans headroom={method.planned.headroom} slots, more than the {max_new_tokens} "
-                "tokens that can come"
+                f"kv_dtype={method.kv_dtype} seals blocks on the host with impl=reference, which no graph can hold; "
+                "use impl=triton or decode_impl=eager"
             )
-        self.compress_clock = method.clock = Stopwatch(self.spec.device)
+        headroom = max(method.planned.layer_slots(i)[1] for i in range(self.spec.num_layers))
+        if headroom > max_new_tokens:
+            raise ValueError(
+                f"{type(method).__name__} plans headroom={headroom} slots, more than the {max_new_tokens} tokens that can come"
+            )
+        sliding = hf.make_sliding(model.config, self.spec)
+        self.methods = [method, sliding] if sliding else [method]
+        layers = hf.layers_of(model.config, method, sliding)
         self.phase = hf.Phase()
-        self.cache = hf.make_cache(method, self.phase)
-        device = self.spec.device
-        # the step reads and writes these in place: a graph can only hold addresses
-        self.seen = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.token = torch.zeros(batch_size, dtype=torch.long, device=device)
-        self.logits = torch.zeros(batch_size, model.config.vocab_size, dtype=self.spec.dtype, device=device)
-        self.step = (FusedStep if step_impl == "fused" else ModuleStep)(model, method)
-        self.steps_left = 0
+        self.cache = hf.make_cache(layers, self.phase)
+        self.step = FusedStep(model, method) if step_impl == "fused" else ModuleStep(model, layers)
         self.graph = self._capture() if decode_impl == "graph" else None
+
+    def _set_up(self, model: nn.Module, method: Method, spec: Spec, decode_impl: str, prefill_chunk: int | None) -> None:
+        """What every engine has: the bound method and the tensors of the step."""
+        self.model, self.method, self.spec, self.decode_impl = model, method, spec, decode_impl
+        if decode_impl == "graph" and spec.device.type != "cuda":
+            raise ValueError(
+                f"decode_impl=graph needs a CUDA device, the model is on {spec.device.type}; use decode_impl=eager"
+            )
+        if prefill_chunk is not None and prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk={prefill_chunk} must be at least 1 token (None: the whole prompt at once)")
+        self.prefill_chunk = prefill_chunk
+        method.bind(spec)
+        self.compress_clock = method.clock = Stopwatch(spec.device)
+        # the step reads and writes these in place: a graph can only hold addresses
+        self.seen = torch.zeros(spec.batch_size, dtype=torch.long, device=spec.device)
+        self.token = torch.zeros(spec.batch_size, dtype=torch.long, device=spec.device)
+        self.logits = torch.zeros(spec.batch_size, model.config.vocab_size, dtype=spec.dtype, device=spec.device)
+        self.steps_left = self.num_steps = 0  # steps that may still come, and those since prefill
 
     @torch.inference_mode()
     def prefill(self, input_ids: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
@@ -85,7 +107,7 @@ class Engine:
         self.method.step = {}
         last = [self.prefill_one(seq, input_ids[seq, :length]) for seq, length in enumerate(lengths)]
         self.seen.copy_(torch.tensor(lengths))
-        self.steps_left = self.spec.max_new_tokens
+        self.steps_left, self.num_steps = self.spec.max_new_tokens, 0
         self.logits.copy_(torch.cat(last))
         self.token.copy_(self.logits.argmax(-1))
         self.start = self.seen.clone(), self.token.clone()
@@ -94,20 +116,65 @@ class Engine:
     @torch.inference_mode()
     def prefill_one(self, seq: int, prompt: Tensor) -> Tensor:
         """One prompt [T] into the slots of sequence `seq`, layer by layer; logits [1, V]. prefill() is what callers want."""
-        self.phase.seq = seq
         prompt = prompt.to(self.spec.device)
         self.method.begin_prefill(seq, prompt)
-        positions = torch.arange(len(prompt), device=self.spec.device)[None]
+        *_, logits = self._chunks(seq, prompt, 1)
+        self.method.end_prefill(seq)
+        return logits[:, -1]
+
+    def _chunks(self, seq: int, tokens: Tensor, num_logits: int) -> Iterator[Tensor]:
+        """Tokens [T] through the model in chunks; yields the last `num_logits` (0: all) logits of each, [1, n, V]."""
+        size = self.prefill_chunk or len(tokens)
+        positions = torch.arange(len(tokens), device=self.spec.device)[None]
+        self.phase.seq, self.phase.length = seq, len(tokens) if self.prefill_chunk else None
         try:
-            with hf.kv_attention(self.model):
-                logits = hf.forward(self.model, prompt[None], positions, self.cache)
-            self.method.end_prefill(seq)
+            for start in range(0, len(tokens), size):
+                self.phase.start, part = start, slice(start, start + size)
+                with hf.kv_attention(self.model):
+                    yield hf.forward(self.model, tokens[None, part], positions[:, part], self.cache, num_logits)
         finally:
-            self.phase.seq = None
-        return logits
+            self.phase.seq = self.phase.length = None
+
+    @torch.inference_mode()
+    def stream(self, token_ids: Tensor) -> Tensor:
+        """Log-probabilities [B, T - 1] (nats) of token_ids[:, 1:], each predicted from what the method still holds by then.
+
+        Args:
+            token_ids: [B, T], of any length: a method that streams holds a constant number of slots. Whatever the cache held
+                is forgotten, and decoding cannot go on from here.
+        """
+        if not self.method.streams:
+            name = type(self.method).__name__
+            raise ValueError(
+                f"{name} does not evict between chunks; use method=streaming_llm or window with method.prefill=stream"
+            )
+        rows = []
+        for seq, tokens in enumerate(token_ids.to(self.spec.device)):
+            self.method.begin_prefill(seq, tokens)
+            logprobs, start = [], 1
+            for logits in self._chunks(seq, tokens, 0):
+                wanted = tokens[start : start + logits.shape[1]]
+                start += logits.shape[1]
+                rated = logits[0, : len(wanted)].float().log_softmax(-1)
+                logprobs.append(rated.gather(1, wanted[:, None])[:, 0])
+            self.method.end_prefill(seq)
+            rows.append(torch.cat(logprobs))
+        self.steps_left = self.num_steps = 0  # steps that may still come, and those since prefill
+        return torch.stack(rows)
+
+    def can_rewind(self) -> bool:
+        """Whether the prompt is still in the cache as prefill left it, or in a ring of the same length.
+
+        A block that was sealed since has lost its tokens' 16-bit rows, so prefill must come again.
+        """
+        if not self.seals:
+            return True
+        return torch.equal(*(self.method.slot_of(seen) // BLOCK for seen in (self.start[0], self.seen)))
 
     def rewind(self) -> None:
         """Back to the end of the prompt, for timing the same decode again: same lengths and bytes, but a ring has moved on."""
+        if not self.can_rewind():
+            raise ValueError(f"rewind: kv_dtype={self.method.kv_dtype} has sealed tokens of the prompt since; prefill again")
         self.seen.copy_(self.start[0])
         self.token.copy_(self.start[1])
         self.steps_left = self.spec.max_new_tokens
@@ -157,12 +224,19 @@ class Engine:
                 f"{num_tokens} more tokens do not fit: {self.steps_left} of max_new_tokens={self.spec.max_new_tokens} are left"
             )
         self.steps_left -= num_tokens
+        if self.num_steps == 0:
+            self.check_bytes()
         if clock:
             clock.mark()
         for step in range(num_tokens):
             yield step
+            self.num_steps += 1
             if clock:
                 clock.mark()
+            if self.num_steps % CHECK_EVERY == 0:
+                self.check_bytes()
+                if clock:
+                    clock.resume()
 
     def _step(self) -> None:
         """self.token [B] through the model; leaves logits and the next greedy token in place."""
@@ -173,7 +247,8 @@ class Engine:
 
     @torch.inference_mode()
     def _launch(self) -> None:
-        self.method.begin_step(self.seen)
+        for method in self.methods:
+            method.begin_step(self.seen)
         logits = self.step(self.token, self.seen)
         self.logits.copy_(logits)
         self.token.copy_(logits.argmax(-1))
@@ -198,8 +273,38 @@ class Engine:
         return bool(torch.isfinite(self.logits).all())
 
     def ledger(self) -> Ledger:
-        """Bytes held by the method's cache, by kind."""
-        return measure(self.method)
+        """Bytes held by the cache, by kind."""
+        return sum((measure(method) for method in self.methods), Ledger({}))
+
+    @property
+    def resident_bytes(self) -> int:
+        """Predicted bytes after prefill, of the method's layers and of the others."""
+        return sum(method.planned.resident_bytes for method in self.methods)
+
+    @property
+    def read_bytes(self) -> int:
+        """Predicted KV bytes read per decode step, mean over max_new_tokens steps."""
+        return sum(method.planned.read_bytes for method in self.methods)
+
+    def check_bytes(self) -> None:
+        """RuntimeError when the cache holds more than its budget, or more than it held after prefill.
+
+        Every decode and score does this before its first step and after every CHECK_EVERY tokens, outside the clock.
+        """
+        ledger, name = self.ledger(), type(self.method).__name__
+        allocated = ledger.allocated_bytes - ledger.kinds.get(WORKSPACE, 0)
+        if self.num_steps == 0:
+            self.allocated_bytes = allocated
+        elif allocated > self.allocated_bytes:
+            raise RuntimeError(
+                f"{name} grew from {self.allocated_bytes} to {allocated} bytes while it decoded {self.num_steps} tokens"
+            )
+        if isinstance(self.method, Budgeted) and self.method.memory_class == "freed" and not self.method.planned.noop:
+            budget = self.method.budget_bytes(self.spec)
+            if ledger.resident_bytes > budget:
+                raise RuntimeError(
+                    f"{name} holds {ledger.resident_bytes} bytes after {self.num_steps} decoded tokens, its budget is {budget}"
+                )
 
     def positions(self, layer_idx: int = 0) -> Tensor:
         """True position held by each slot of each head of a layer, [B, Hkv, C], -1 where empty."""

@@ -7,19 +7,22 @@ returned key; the key carries the KVLayer it belongs to, so no global state and 
 import copy
 import difflib
 import functools
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, CacheLayerMixin
+from transformers import AttentionInterface, Cache, CacheLayerMixin, PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import methods
+from harness.sliding import Sliding
 from methods.base import KVLayer, Method, Spec
 
 ATTENTION = "kvgauge"
+FULL, SLIDING = "full_attention", "sliding_attention"
 ONE_AT_A_TIME = "attach: generate() must go one token at a time; assisted decoding is not supported"
 # set by model families whose attention is more than softmax(q k): silently dropping one would change the model
 UNSUPPORTED_KWARGS = ("softcap", "s_aux", "head_mask", "position_bias")
@@ -27,9 +30,14 @@ UNSUPPORTED_KWARGS = ("softcap", "s_aux", "head_mask", "position_bias")
 
 @dataclass
 class Phase:
-    """Which phase the next forward is in: the sequence that is prefilled, or None for a decode step of all."""
+    """Which phase the next forward is in: the sequence that is prefilled, or None for a decode step of all.
+
+    start, length: set when the prompt comes in chunks: the position of the next one's first token, tokens in all.
+    """
 
     seq: int | None = None
+    start: int = 0
+    length: int | None = None
 
 
 class CacheLayer(CacheLayerMixin):
@@ -45,9 +53,12 @@ class CacheLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.phase.seq is None:
+        phase = self.phase
+        if phase.seq is None:
             return self.layer.decode(q, k, v)
-        return self.layer.prefill(q, k, v, self.phase.seq)
+        if phase.length is None:
+            return self.layer.prefill(q, k, v, phase.seq)
+        return self.layer.prefill_chunk(q, k, v, phase.seq, phase.start, phase.length)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None: ...
 
@@ -86,15 +97,16 @@ def kv_attention(model: nn.Module) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
-def make_cache(method: Method, phase: Phase) -> Cache:
-    """transformers' Cache over a bound method's layers."""
-    return Cache(layers=[CacheLayer(layer, phase) for layer in method.layers])
+def make_cache(layers: list[KVLayer], phase: Phase) -> Cache:
+    """transformers' Cache over one KVLayer per layer of the model."""
+    return Cache(layers=[CacheLayer(layer, phase) for layer in layers])
 
 
-def forward(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
-    """Logits of the last token, [B, V]; input_ids and position_ids [B, T]."""
-    out = model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return out.logits[:, -1]
+def forward(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cache: Cache, num_logits: int = 1) -> Tensor:
+    """Logits of the last `num_logits` tokens, [B, num_logits, V]; input_ids and position_ids [B, T]."""
+    return model(
+        input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, logits_to_keep=num_logits
+    ).logits
 
 
 def make_spec(model: nn.Module, *, batch_size: int, context_len: int, max_new_tokens: int, impl: str) -> Spec:
@@ -102,9 +114,11 @@ def make_spec(model: nn.Module, *, batch_size: int, context_len: int, max_new_to
     weight = next(model.parameters())
     scale = next(m.scaling for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling"))
     rotary = model.get_decoder().rotary_emb
+    # hybrid models rotate each kind of layer at its own base; methods serve the full ones
+    kind = {"layer_type": FULL} if "layer_type" in inspect.signature(rotary.forward).parameters else {}
 
     def cos_sin(positions: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = rotary(torch.empty(1, dtype=torch.float32, device=positions.device), position_ids=positions)
+        cos, sin = rotary(torch.empty(1, dtype=torch.float32, device=positions.device), position_ids=positions, **kind)
         return cos.float(), sin.float()
 
     return spec_of_config(
@@ -117,34 +131,68 @@ def make_spec(model: nn.Module, *, batch_size: int, context_len: int, max_new_to
         device=weight.device,
         rotary=cos_sin,
         impl=impl,
+        tp_size=model.tp_size or 1,
     )
 
 
-def spec_of_config(config, *, scale: float | None = None, **fields) -> Spec:
-    """Spec from a model's configuration alone, without weights: what the pre-flight plans with."""
+def spec_of_config(config, *, scale: float | None = None, tp_size: int = 1, **fields) -> Spec:
+    """Spec from a model's configuration alone, without weights: what the pre-flight plans with. Heads are those of one rank."""
     num_q_heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_q_heads
-    return Spec(
+    spec = Spec(
         num_layers=config.num_hidden_layers,
-        num_q_heads=num_q_heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or num_q_heads,
+        num_q_heads=num_q_heads // tp_size,
+        num_kv_heads=(getattr(config, "num_key_value_heads", None) or num_q_heads) // tp_size,
         head_dim=head_dim,
         scale=head_dim**-0.5 if scale is None else scale,
+        tp_size=tp_size,
         **fields,
     )
+    if not (num_sliding := layer_types(config).count(SLIDING)):
+        return spec
+    other = Sliding(window=config.sliding_window).plan(replace(spec, num_layers=num_sliding))
+    return replace(spec, num_layers=spec.num_layers - num_sliding, other_bytes=other.resident_bytes)
+
+
+def layer_types(config: PreTrainedConfig) -> list[str]:
+    """FULL or SLIDING for each layer; a window that covers the longest context of the model is none."""
+    types = getattr(config, "layer_types", None) or [FULL] * config.num_hidden_layers
+    window, limit = getattr(config, "sliding_window", None), getattr(config, "max_position_embeddings", None)
+    no_window = window is None or (limit and window >= limit)
+    return [FULL if no_window and kind == SLIDING else kind for kind in types]
+
+
+def make_sliding(config: PreTrainedConfig, spec: Spec) -> Sliding | None:
+    """Bound cache of the model's sliding layers, None where it has none; `spec` is the method's."""
+    if not (num_sliding := layer_types(config).count(SLIDING)):
+        return None
+    sliding = Sliding(window=config.sliding_window)
+    sliding.bind(replace(spec, num_layers=num_sliding, other_bytes=0))
+    return sliding
+
+
+def layers_of(config: PreTrainedConfig, method: Method, sliding: Method | None) -> list[KVLayer]:
+    """The KVLayer of each layer of the model, in its order."""
+    own = {FULL: iter(method.layers), SLIDING: iter(sliding.layers if sliding else ())}
+    return [next(own[kind]) for kind in layer_types(config)]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be distributed."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters and buffers, each storage once."""
-    tensors = [*model.parameters(), *model.buffers()]
+    """Bytes of all parameters and buffers on this rank, each storage once."""
+    tensors = [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def weight_bytes_read(model: nn.Module, batch_size: int) -> int:
     """Weight bytes that one decode step must read: all but the embedding table, of which it reads B rows (unless tied)."""
-    table = model.get_input_embeddings().weight
+    table = local(model.get_input_embeddings().weight)
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight.data_ptr() == table.data_ptr()
+    tied = head is not None and local(head.weight).data_ptr() == table.data_ptr()
     skipped = 0 if tied else (table.shape[0] - batch_size) * table.shape[1] * table.element_size()
     return weight_bytes(model) - max(0, skipped)
 

@@ -34,11 +34,15 @@ class Ledger:
         """Without the headroom for tokens to come, which every method that appends needs alike, and the step's workspace."""
         return self.allocated_bytes - self.kinds.get(HEADROOM, 0) - self.kinds.get(WORKSPACE, 0)
 
+    def __add__(self, other: "Ledger") -> "Ledger":
+        kinds = [*self.kinds, *(kind for kind in other.kinds if kind not in self.kinds)]
+        return Ledger({kind: self.kinds.get(kind, 0) + other.kinds.get(kind, 0) for kind in kinds})
+
 
 def measure(method: Method) -> Ledger:
     """Ledger of a bound method, over all layers and sequences."""
     kind_of: dict[int, str] = {}
-    slot_storages: set[int] = set()
+    free: dict[int, int] = {}  # bytes of a slot storage that wait for tokens to come
     for owner in (method, *method.layers):
         for kind, tensors in owner.tensors().items():
             if kind in (HEADROOM, WORKSPACE, UNDECLARED):
@@ -46,20 +50,19 @@ def measure(method: Method) -> Ledger:
             for tensor in tensors:
                 kind_of[tensor.untyped_storage().data_ptr()] = kind
     for layer in method.layers:
-        for tensors in layer.slots.tensors().values():
-            slot_storages.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+        for tensor, size in layer.slots.headroom(method.planned.layer_slots(layer.layer_idx)[1]):
+            pointer = tensor.untyped_storage().data_ptr()
+            free[pointer] = free.get(pointer, 0) + size
     step_storages = held_storages(method.step)
     if sum(step_storages.values()) <= WORKSPACE_LIMIT * len(method.layers) * method.spec.batch_size:
         # more than that is no step's workspace and counts like any other tensor
         kind_of = dict.fromkeys(step_storages, WORKSPACE) | kind_of
     kinds: dict[str, int] = {}
-    plan = method.planned
     for pointer, size in held_storages(method).items():
-        free = size // plan.num_slots * plan.headroom if pointer in slot_storages else 0
-        kind = kind_of.get(pointer, UNDECLARED)
-        kinds[kind] = kinds.get(kind, 0) + size - free
-        if free:
-            kinds[HEADROOM] = kinds.get(HEADROOM, 0) + free
+        kind, room = kind_of.get(pointer, UNDECLARED), free.get(pointer, 0)
+        for name, part in ((kind, size - room), (HEADROOM, room)):
+            if part:
+                kinds[name] = kinds.get(name, 0) + part
     return Ledger(kinds)
 
 

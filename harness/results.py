@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STATUSES = ("ok", "oom_prefill", "oom_decode", "invalid", "nan", "timeout", "failed")
-FLAGS = ("noop", "untrained", "baseline_broken", "short_decode", "simulated", "not_interleaved", "noisy", "few_prefills")
+FLAGS = (
+    "noop",
+    "untrained",
+    "baseline_broken",
+    "short_decode",
+    "simulated",
+    "not_interleaved",
+    "noisy",
+    "few_prefills",
+    "slow_kernels",
+    "foreign_calibration",
+)
 
 
 @dataclass
@@ -35,6 +46,8 @@ class Row:
     context_len: int = 0
     batch_size: int = 0
     num_new_tokens: int = 0
+    tp_size: int = 1  # ranks of tensor parallelism; bytes are those of one rank
+    prefill_chunk: int | None = None  # None: the whole prompt at once
     seed: int = 0
 
     # bytes after prefill; kv_full_bytes is the dense cache in the model's own dtype

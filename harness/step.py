@@ -20,24 +20,28 @@ FUSED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 def can_fuse(model: nn.Module) -> bool:
     """Whether FusedStep knows this model's layers."""
-    return model.config.model_type in FUSED_FAMILIES and model.config.hidden_act == "silu"
+    config = model.config
+    return config.model_type in FUSED_FAMILIES and config.hidden_act == "silu" and set(hf.layer_types(config)) == {hf.FULL}
 
 
 def choose_step(model: nn.Module, decode_impl: str) -> str:
-    """step_impl of an engine: eager is what a user of transformers would see, the module kernel by kernel."""
-    return "fused" if decode_impl == "graph" and can_fuse(model) else "module"
+    """step_impl of an engine: eager is what a user of transformers would see, the module kernel by kernel.
+
+    Weights that are spread over ranks stay with the module, whose layers know how to add up.
+    """
+    return "fused" if decode_impl == "graph" and can_fuse(model) and not model.tp_size else "module"
 
 
 class ModuleStep:
     """The step as the Hugging Face module runs it, for any supported model."""
 
-    def __init__(self, model: nn.Module, method: Method):
-        self.model, self.cache = model, hf.make_cache(method, hf.Phase())
+    def __init__(self, model: nn.Module, layers: list[KVLayer]):
+        self.model, self.cache = model, hf.make_cache(layers, hf.Phase())
 
     def __call__(self, token: Tensor, seen: Tensor) -> Tensor:
         """Logits [B, V] of token [B] at positions seen [B]."""
         with hf.kv_attention(self.model):
-            return hf.forward(self.model, token[:, None], seen[:, None], self.cache)
+            return hf.forward(self.model, token[:, None], seen[:, None], self.cache)[:, 0]
 
 
 class FusedStep:

@@ -31,7 +31,9 @@ def run_job(cfg: DictConfig) -> None:
         _sweep_dirs.append(hydra.sweep.dir)
     key = config_hash(cell_of(cfg))
     if key not in _rows:
-        reproduce = shlex.join(["python", "run.py", *hydra.overrides.task])
+        size = cfg.model.tp_size
+        launcher = ["python"] if size == 1 else ["torchrun", "--standalone", "--nproc-per-node", str(size)]
+        reproduce = shlex.join([*launcher, "run.py", *hydra.overrides.task])
         _rows[key] = _run(cfg, Path(hydra.runtime.output_dir), reproduce)
 
 

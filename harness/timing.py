@@ -16,6 +16,12 @@ class Clock:
     def __init__(self, device: torch.device):
         self.on_cuda = device.type == "cuda"
         self.marks: list = []
+        self.resumed: set[int] = set()
+
+    def resume(self) -> None:
+        """Mark after a pause: what lies between the mark before it and this one is no duration."""
+        self.resumed.add(len(self.marks))
+        self.mark()
 
     def mark(self) -> None:
         if self.on_cuda:
@@ -26,8 +32,8 @@ class Clock:
             self.marks.append(time.perf_counter())
 
     def durations_ms(self) -> list[float]:
-        """Milliseconds between neighbouring marks."""
-        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        """Milliseconds between neighbouring marks, pauses left out."""
+        pairs = [(self.marks[i - 1], self.marks[i]) for i in range(1, len(self.marks)) if i not in self.resumed]
         if self.on_cuda:
             torch.cuda.synchronize()
             return [start.elapsed_time(end) for start, end in pairs]

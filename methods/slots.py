@@ -1,17 +1,27 @@
 """Slots: the physical memory of one layer's cache, in one of the kv_dtypes. Allocated once, then only rows are overwritten.
 
-Every method stores through this module, so that kv_dtype is orthogonal to the method.
+Every method stores through this module, so that kv_dtype is orthogonal to the method. A layer's format says how many bytes its
+slots take and which of them attention reads; make_slots allocates them.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kernels.append import append
+from kernels.append_quant import append_quant
 from kernels.decode_attention import decode_attention
-from kernels.quantize import dequantize_rows, quantize_rows
+from kernels.decode_attention_quant import decode_attention_quant
+from kernels.quantize import BLOCK, KVFormat, allocate, dequantize, overwrite_keys, quantize
+
+__all__ = ["BLOCK", "KV_DTYPES", "KVFormat", "PlainFormat", "QuantSlots", "Slots", "format_of", "make_slots", "name_of"]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-KV_DTYPES = ("fp32", "fp16", "bf16", "int8")
+QUANT_DTYPES = ("int8", "fp8", "int4")
+KV_DTYPES = (*DTYPES, *QUANT_DTYPES)
+# channels that share a step and a zero at 4 bit: 5 bits a number; 16 where 32 does not divide the head dim: 6 bits
+GROUPS = (32, 16)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -19,19 +29,41 @@ def name_of(dtype: torch.dtype) -> str:
     return next(name for name, value in DTYPES.items() if value == dtype)
 
 
-def payload_bytes(kv_dtype: str, head_dim: int) -> int:
-    """Bytes of the codes or numbers of one K (or V) row of one head."""
-    return head_dim if kv_dtype == "int8" else head_dim * DTYPES[kv_dtype].itemsize
+@dataclass(frozen=True)
+class PlainFormat:
+    """K and V in a floating dtype; answers what KVFormat answers for the quantised ones."""
+
+    name: str
+
+    @property
+    def overwrites(self) -> bool:
+        return True
+
+    def held_bytes(self, batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int) -> dict[str, int]:
+        """Bytes of `num_slots` slots of every sequence in one layer, by ledger kind."""
+        return {"kv": batch_size * self.read_bytes(num_kv_heads, head_dim, num_slots)}
+
+    def read_bytes(self, num_kv_heads: int, head_dim: int, length: int) -> int:
+        """Bytes of K and V that attention over `length` tokens of one sequence reads."""
+        return 2 * num_kv_heads * length * head_dim * DTYPES[self.name].itemsize
 
 
-def row_bytes(kv_dtype: str, head_dim: int) -> int:
-    """Bytes of one K (or V) row of one head, scales included."""
-    scale_and_zero = 2 * torch.float16.itemsize if kv_dtype == "int8" else 0
-    return payload_bytes(kv_dtype, head_dim) + scale_and_zero
+def format_of(kv_dtype: str, head_dim: int, head_bits: tuple[int, ...] = ()) -> PlainFormat | KVFormat:
+    """How a layer of this kv_dtype is stored; head_bits: 8 or 4 per KV head in place of int4's 4."""
+    if kv_dtype not in QUANT_DTYPES:
+        return PlainFormat(kv_dtype)
+    if kv_dtype != "int4":
+        return KVFormat(kv_dtype)
+    group = next((group for group in GROUPS if head_dim % group == 0), None)
+    if group is None:
+        raise ValueError(f"kv_dtype=int4 wants a head dim that {GROUPS[-1]} divides, not {head_dim}; use kv_dtype=int8")
+    return KVFormat("mixed", group, head_bits) if head_bits else KVFormat("int4", group)
 
 
 class Slots:
     """K and V rows of one layer: [B, Hkv, C, D] in a floating dtype."""
+
+    seals = False
 
     def __init__(self, batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int, kv_dtype: str, device, impl: str):
         self.impl = impl
@@ -49,7 +81,7 @@ class Slots:
         self.k[:, :, start : start + k.shape[2]] = k
 
     def append(self, k: Tensor, v: Tensor, slot: Tensor) -> None:
-        """One row per sequence, k, v [B, Hkv, D], into slot [B]."""
+        """One row per sequence, k, v [B, Hkv, D], into slot [B], or [B, Hkv] with one per KV head."""
         append(self.k, self.v, k, v, slot, self.impl)
 
     def attend(self, q: Tensor, lengths: Tensor, scale: float, **options) -> tuple[Tensor, Tensor]:
@@ -59,46 +91,100 @@ class Slots:
         """
         return decode_attention(q, self.k.to(q.dtype), self.v.to(q.dtype), lengths, scale, self.impl, **options)
 
+    def rows(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V [B, Hkv, C, D] as attend sees them when lengths [B] slots are filled; for tests, not for a step."""
+        return self.k, self.v
+
     def tensors(self) -> dict[str, list[Tensor]]:
         """Held tensors by ledger kind."""
         return {"kv": [self.k, self.v]}
 
+    def headroom(self, num_free: int) -> list[tuple[Tensor, int]]:
+        """Bytes in each tensor that the last `num_free` slots take, and would not be there without them."""
+        return [(x, x.nbytes // x.shape[2] * num_free) for x in (self.k, self.v)]
 
-class Int8Slots:
-    """K and V rows of one layer as 8-bit codes with fp16 scale and zero per row; the same calls as Slots."""
 
-    def __init__(self, batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int, device, impl: str):
+class QuantSlots:
+    """K and V of one layer as codes with steps and zeros, dequantised inside the attention kernel; the same calls as Slots.
+
+    int8 and fp8 take a row in any slot. int4 and mixed want token t in slot t: store from slot 0, then append one after the
+    other; blocks of 128 are sealed as they fill, the newest tokens wait in a 16-bit tail. So a row of a tail is exact.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        num_kv_heads: int,
+        num_slots: int,
+        head_dim: int,
+        format: KVFormat,
+        device,
+        impl: str,
+        dtype: torch.dtype = torch.float16,
+    ):
         self.impl = impl
-        shape = (batch_size, num_kv_heads, num_slots)
-        self.codes = [torch.zeros(*shape, head_dim, dtype=torch.uint8, device=device) for _ in "kv"]
-        self.params = [torch.zeros(*shape, 2, dtype=torch.float16, device=device) for _ in "kv"]
+        # the tail of an fp32 model is fp16: a format takes the same bytes wherever it runs
+        tail_dtype = dtype if dtype.itemsize == 2 else torch.float16
+        self.kv = allocate(format, batch_size, num_kv_heads, num_slots, head_dim, tail_dtype, device)
+        if impl == "triton":
+            from kernels.quantize.triton import check
+
+            check(f"kv_dtype {format.name}", self.kv)
+            if dtype.itemsize != 2:
+                raise ValueError(f"kv_dtype {format.name}: impl=triton wants a 16-bit model, not {dtype} (set impl=reference)")
+
+    @property
+    def seals(self) -> bool:
+        """Whether appended tokens are quantised in blocks, for good."""
+        return not self.kv.format.overwrites
 
     def store(self, seq: int, start: int, k: Tensor, v: Tensor) -> None:
-        for codes, params, rows in zip(self.codes, self.params, (k, v), strict=True):
-            new_codes, new_params = quantize_rows(rows[0])
-            codes[seq, :, start : start + rows.shape[2]] = new_codes
-            params[seq, :, start : start + rows.shape[2]] = new_params
+        quantize(self.kv, seq, start, k, v, self.impl)
 
     def overwrite_keys(self, start: int, k: Tensor) -> None:
-        codes, params = quantize_rows(k)
-        self.codes[0][:, :, start : start + k.shape[2]] = codes
-        self.params[0][:, :, start : start + k.shape[2]] = params
+        overwrite_keys(self.kv, start, k, self.impl)
 
     def append(self, k: Tensor, v: Tensor, slot: Tensor) -> None:
-        (k_codes, k_params), (v_codes, v_params) = quantize_rows(k), quantize_rows(v)
-        append(*self.codes, k_codes, v_codes, slot, self.impl)
-        append(*self.params, k_params, v_params, slot, self.impl)
+        append_quant(self.kv, k, v, slot, self.impl)
 
-    def attend(self, q: Tensor, lengths: Tensor, scale: float, **options) -> tuple[Tensor, Tensor]:
-        k, v = (dequantize_rows(c, p, q.dtype) for c, p in zip(self.codes, self.params, strict=True))
-        return decode_attention(q, k, v, lengths, scale, self.impl, **options)
+    def attend(self, q: Tensor, lengths: Tensor, scale: float, *, logits: Tensor | None = None, **options):
+        """As Slots.attend, without an index."""
+        if options.get("index") is not None:
+            raise ValueError(
+                f"kv_dtype {self.kv.format.name} is read whole: this method reads a list of slots, which needs kv_dtype=auto"
+            )
+        return decode_attention_quant(q, self.kv, lengths, scale, self.impl, logits=logits)
+
+    def rows(self, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        return dequantize(self.kv, lengths)
 
     def tensors(self) -> dict[str, list[Tensor]]:
-        return {"kv": self.codes, "scales": self.params}
+        return self.kv.tensors()
+
+    def headroom(self, num_free: int) -> list[tuple[Tensor, int]]:
+        stored = self.kv.num_stored
+        free = stored - self.kv.format.num_stored(self.kv.num_slots - num_free)
+        held = self.kv.tensors()
+        # a tail and the table of heads are needed whatever the number of slots
+        return [(x, x.nbytes * free // stored) for x in held["kv"] + held["scales"] if stored]
 
 
-def make_slots(batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int, kv_dtype: str, device, impl: str):
-    """Slots of the kv_dtype, zeroed; `impl` names the kernels that read and write them."""
-    if kv_dtype == "int8":
-        return Int8Slots(batch_size, num_kv_heads, num_slots, head_dim, device, impl)
-    return Slots(batch_size, num_kv_heads, num_slots, head_dim, kv_dtype, device, impl)
+def make_slots(
+    batch_size: int,
+    num_kv_heads: int,
+    num_slots: int,
+    head_dim: int,
+    kv_dtype: str | PlainFormat | KVFormat,
+    device,
+    impl: str,
+    dtype: torch.dtype = torch.float16,
+) -> Slots | QuantSlots:
+    """Slots of the kv_dtype or format, zeroed.
+
+    Args:
+        impl: the kernels that read and write them; dtype: the model's, which a tail keeps if it has 16 bits.
+    """
+    format = format_of(kv_dtype, head_dim) if isinstance(kv_dtype, str) else kv_dtype
+    if isinstance(format, PlainFormat):
+        return Slots(batch_size, num_kv_heads, num_slots, head_dim, format.name, device, impl)
+    return QuantSlots(batch_size, num_kv_heads, num_slots, head_dim, format, device, impl, dtype)

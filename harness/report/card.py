@@ -30,6 +30,7 @@ FLAG_TEXTS = {
     "simulated": "bytes are computed, not held: memory and speed are not real",
     "noisy": "the slowest steps took over 3 times the median: something else used the machine",
     "few_prefills": "the time to first token comes from fewer than 5 prefills",
+    "foreign_calibration": "the method was calibrated on other weights than those that ran",
     "not_interleaved": "full and the method were timed one after the other, not in turns",
 }
 QUESTION_TEXTS = {"visible": "compression has seen it", "hidden": "compression has not seen it"}
@@ -121,6 +122,8 @@ def _header(row: Row, full: Row | None) -> Text:
         text.append(f"question {row.question}: {QUESTION_TEXTS.get(row.question, '')}\n")
     text.append(f"memory {row.memory_class}: {MEMORY_TEXTS.get(row.memory_class, '')}\n")
     text.append(f"kernels {_plain(row.kernel_impl)}, decode {_plain(row.decode_impl)}\n")
+    if row.tp_size > 1:
+        text.append(f"bytes are those of one of {row.tp_size} ranks\n")
     text.append("status ")
     text.append(row.status, style=_status_style(row))
     if row.error:

@@ -11,6 +11,7 @@ def column_sums(
 ) -> Tensor:
     """See api.py. fp64 inputs stay fp64."""
     batch, num_kv_heads, length = k.shape[:3]
+    first = length - q.shape[2]
     compute = torch.promote_types(q.dtype, torch.float32)
     positions = torch.arange(length, device=q.device)
     ends = torch.full((batch,), length, device=q.device) if lengths is None else lengths.long()
@@ -21,14 +22,14 @@ def column_sums(
     grouped = q.unflatten(1, (num_kv_heads, -1))  # [B, Hkv, G, T, D]
     sums = torch.zeros(batch, num_kv_heads, grouped.shape[2], length, dtype=compute, device=q.device)
     for start in range(0 if lengths is not None else length - window, length, BLOCK):
-        rows = positions[start : start + BLOCK]
+        rows, given = positions[start : start + BLOCK], slice(start - first, start - first + BLOCK)
         counted = (rows[:, None] < ends) & (rows[:, None] >= ends - window)  # [B, 1, 1, block, 1]
-        queries = grouped[:, :, :, start : start + BLOCK].to(compute).masked_fill(~counted, 0.0)
+        queries = grouped[:, :, :, given].to(compute).masked_fill(~counted, 0.0)
         logits = (queries @ keys * scale).masked_fill(positions > rows[:, None], float("-inf"))  # [B, Hkv, G, block, T]
         if lse is None:
             probabilities = logits.softmax(-1)
         else:
-            total = lse[:, :, start : start + BLOCK].unflatten(1, (num_kv_heads, -1))
+            total = lse[:, :, given].unflatten(1, (num_kv_heads, -1))
             probabilities = (logits - total[..., None]).exp()
         sums += probabilities.masked_fill(~counted, 0.0).sum(3)
     match reduce:

@@ -67,7 +67,7 @@ def mass(
 def column_sums_kernel(
     q, k, lse, lengths, out, scale_log2, mean_factor,
     stride_qb, stride_qh, stride_kb, stride_kh, stride_kt, stride_lb, stride_lh,
-    length, window, num_kv_heads, num_shares,
+    length, window, first, num_kv_heads, num_shares,
     STRIDE_QT: tl.constexpr, G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     LSE_FACTOR: tl.constexpr, SAVED: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
@@ -90,8 +90,11 @@ def column_sums_kernel(
     whole = tl.maximum(end - mid, 0) // BM
     tail = tl.where((end > mid) & (mid + whole * BM < end), 1, 0)
     p_q = q + i_b * stride_qb + (i_h * G + i_s * HEADS).to(tl.int64) * stride_qh
-    # a computed log-sum-exp has one row per counted query
-    p_lse = lse + i_b * stride_lb + (i_h * G + i_s * HEADS).to(tl.int64) * stride_lh + (0 if SAVED else window - end)
+    # a computed log-sum-exp has one row per counted query, a given one as many as q
+    p_lse = lse + i_b * stride_lb + (i_h * G + i_s * HEADS).to(tl.int64) * stride_lh
+    # q and a given log-sum-exp begin at position `first`
+    p_q -= first * tl.full((), STRIDE_QT, tl.int64)
+    p_lse += -first if SAVED else window - end
     # by place, not by key: the sum over rows is paid once. Both loops run through all heads, so that the loads of the next
     # head are on their way; the masked blocks come apart, their masks would take registers from the first loop
     b_acc = tl.zeros([BM // 16, 8, BN], tl.float32)
@@ -121,7 +124,7 @@ def column_sums_kernel(
 def lse_kernel(
     q, k, lengths, partial, scale_log2,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh,
-    length, window, num_heads, num_splits, per_split,
+    length, window, first, num_heads, num_splits, per_split,
     STRIDE_KT: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Base-2 log-sum-exp of the last `window` rows over one split of the keys; rows are the group's heads times the window."""
@@ -141,7 +144,7 @@ def lse_kernel(
     o_q = end - window + o_w
     m_r = (o_g < G) & (o_q >= 0)
     o_d = tl.arange(0, D)
-    p_q = q + i_b * stride_qb + (i_h * G + o_g).to(tl.int64) * stride_qh + o_q.to(tl.int64) * stride_qt
+    p_q = q + i_b * stride_qb + (i_h * G + o_g).to(tl.int64) * stride_qh + (o_q - first).to(tl.int64) * stride_qt
     b_q = tl.load(p_q[:, None] + o_d[None, :], mask=m_r[:, None], other=0.0)
     newest = tl.max(tl.where(m_r, o_q, -1))
     oldest = tl.min(tl.where(m_r, o_q, end))
@@ -186,8 +189,8 @@ def combine_kernel(partial, lse, size, num_splits, SPLITS: tl.constexpr, BLOCK: 
 
 def last_lse(q: Tensor, k: Tensor, scale_log2: float, window: int, lengths: Tensor, ragged: bool) -> Tensor:
     """Base-2 log-sum-exp of the last `window` queries, [B, Hq, window] fp32; undefined before a short sequence's start."""
-    batch, num_heads, length, dim = q.shape
-    num_kv_heads = k.shape[1]
+    batch, num_heads, num_given, dim = q.shape
+    num_kv_heads, length = k.shape[1:3]
     group = num_heads // num_kv_heads
     chosen = LSE_CONFIG if q.dtype != torch.float32 else CONFIG_FP32
     num_blocks = triton.cdiv(group * window, chosen["BM"])
@@ -199,7 +202,7 @@ def last_lse(q: Tensor, k: Tensor, scale_log2: float, window: int, lengths: Tens
     partial = torch.empty(splits, batch, num_heads, window, dtype=torch.float32, device=q.device)
     lse_kernel[(num_blocks * splits, num_kv_heads, batch)](
         q, k, lengths, partial, scale_log2, *q.stride()[:3], *k.stride()[:2],
-        length, window, num_heads, splits, per_split,
+        length, window, length - num_given, num_heads, splits, per_split,
         STRIDE_KT=k.stride(2), G=group, D=dim, RAGGED=ragged, **chosen,
     )  # fmt: skip
     if splits == 1:
@@ -223,8 +226,8 @@ def column_sums(
 ) -> Tensor:
     """See api.py."""
     check("column_sums", q, k)
-    batch, num_heads, length, dim = q.shape
-    num_kv_heads = k.shape[1]
+    batch, num_heads, num_given, dim = q.shape
+    num_kv_heads, length = k.shape[1:3]
     group = num_heads // num_kv_heads
     chosen = (CONFIGS[dim] if q.dtype != torch.float32 else CONFIG_FP32) | (config or {})
     scale_log2 = scale * LOG2_E
@@ -242,7 +245,8 @@ def column_sums(
     out = torch.empty(batch, num_kv_heads, shares, length, dtype=torch.float32, device=q.device)
     column_sums_kernel[(num_blocks * num_kv_heads * shares, batch)](
         q, k, lse, ends, out, scale_log2, 1 / group if reduce == "mean" else 1.0,
-        *q.stride()[:2], *k.stride()[:3], *lse.stride()[:2], length, window, num_kv_heads, shares,
+        *q.stride()[:2], *k.stride()[:3], *lse.stride()[:2],
+        length, window, length - num_given, num_kv_heads, shares,
         STRIDE_QT=q.stride(2), G=group, HEADS=group // shares, D=dim, LSE_FACTOR=LOG2_E if saved else 1.0,
         SAVED=saved, RAGGED=ragged, **chosen,
     )  # fmt: skip

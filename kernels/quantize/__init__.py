@@ -1,3 +1,3 @@
-from kernels.quantize.api import KVFormat, Part, QuantKV, allocate, dequantize, dequantize_rows, quantize, quantize_rows
+from kernels.quantize.api import BLOCK, KVFormat, Part, QuantKV, allocate, dequantize, overwrite_keys, quantize
 
-__all__ = ["KVFormat", "Part", "QuantKV", "allocate", "dequantize", "dequantize_rows", "quantize", "quantize_rows"]
+__all__ = ["BLOCK", "KVFormat", "Part", "QuantKV", "allocate", "dequantize", "overwrite_keys", "quantize"]

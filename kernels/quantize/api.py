@@ -23,13 +23,13 @@ from torch import Tensor
 
 from kernels import need_triton, unknown_impl
 
-LEVELS = 255
 PARAM_DTYPE = torch.float16
 # one part and one unit of fp16, so that rounding can only widen a row's range and no value is cut off
 ROUND, UNIT = 2**-10, 2**-24
 
 # tokens that are sealed together, and tokens of one transposed tile of V
 BLOCK, TILE = 128, 32
+TAIL_BYTES, HEAD_BYTES = 2, torch.int32.itemsize
 # an int8 code is 128 + round(x / step); the largest e4m3 number is 448
 BIAS_INT8, MAX_INT8, MAX_FP8 = 128, 127, 448
 # an int4 number is zero + step * (64 + code): one fused multiply-add on fp16 64 + code, whose bits are 0x5400 | code << 4
@@ -89,13 +89,24 @@ class KVFormat:
         total = sum(self.row_bits(kind, head_dim) * len(heads) for kind, heads in self.parts(heads))
         return total / heads / head_dim
 
-    def bytes(self, batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int, tail_itemsize: int = 2) -> int:
-        """Bytes that allocate takes: codes, steps and zeros, tail, head tables."""
-        rows = sum(self.row_bits(kind, head_dim) / 8 * len(heads) for kind, heads in self.parts(num_kv_heads))
-        total = 2 * batch_size * self.num_stored(num_slots) * rows + 4 * num_kv_heads
+    def held_bytes(self, batch_size: int, num_kv_heads: int, num_slots: int, head_dim: int) -> dict[str, int]:
+        """Bytes that allocate takes with a 16-bit tail, by ledger kind as QuantKV.tensors names them."""
+        codes = scales = 0
+        for kind, heads in self.parts(num_kv_heads):
+            code_bits = head_dim * (4 if kind == "int4" else 8)
+            codes += code_bits * len(heads)
+            scales += round(self.row_bits(kind, head_dim) - code_bits) * len(heads)
+        rows = 2 * batch_size * self.num_stored(num_slots)
+        held = {"kv": rows * codes // 8, "scales": rows * scales // 8, "index": HEAD_BYTES * num_kv_heads}
         if not self.overwrites:
-            total += 2 * batch_size * num_kv_heads * BLOCK * head_dim * tail_itemsize
-        return int(total)
+            held["tail"] = 2 * batch_size * num_kv_heads * BLOCK * head_dim * TAIL_BYTES
+        return held
+
+    def read_bytes(self, num_kv_heads: int, head_dim: int, length: int) -> int:
+        """Bytes of K and V that attention over `length` tokens of one sequence reads."""
+        rows = sum(self.row_bits(kind, head_dim) * len(heads) for kind, heads in self.parts(num_kv_heads)) / 8
+        newest = 0 if self.overwrites else length % BLOCK
+        return round(2 * ((length - newest) * rows + newest * num_kv_heads * head_dim * TAIL_BYTES))
 
 
 @dataclass
@@ -223,6 +234,30 @@ def quantize(kv: QuantKV, seq: int, start: int, k: Tensor, v: Tensor, impl: str 
         kv.v_tail[seq, :, : k.shape[2] - num_sealed] = v[0, :, num_sealed:]
 
 
+def overwrite_keys(kv: QuantKV, start: int, k: Tensor, impl: str = "reference") -> None:
+    """Keys k [B, Hkv, N, D] of every sequence into slots start .. start + N - 1, in place; V there stays as it is.
+
+    Raises:
+        ValueError: the format does not overwrite.
+    """
+    shape = (kv.batch_size, kv.num_kv_heads, k.shape[2] if k.dim() == 4 else -1, kv.head_dim)
+    if k.shape != shape:
+        raise ValueError(f"overwrite_keys wants k [{shape[0]}, {shape[1]}, N, {shape[3]}], got {tuple(k.shape)}")
+    if not kv.format.overwrites:
+        raise ValueError(f"overwrite_keys: {kv.format.name} seals blocks of tokens and overwrites none; use int8 or fp8")
+    if start < 0 or start + k.shape[2] > kv.num_slots:
+        raise ValueError(f"overwrite_keys: slots {start} .. {start + k.shape[2] - 1} are not among {kv.num_slots}")
+    match impl:
+        case "reference":
+            from kernels.quantize import reference as chosen
+        case "triton":
+            need_triton("overwrite_keys", k, kv.parts[0].k)
+            from kernels.quantize import triton as chosen
+        case _:
+            raise unknown_impl("overwrite_keys", impl)
+    chosen.overwrite_keys(kv, start, k)
+
+
 def dequantize(kv: QuantKV, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """The numbers that are stored, as a kernel sees them: k, v [B, Hkv, num_slots, D], fp32 (they are fp16 or the tail's).
 
@@ -231,26 +266,3 @@ def dequantize(kv: QuantKV, lengths: Tensor) -> tuple[Tensor, Tensor]:
     from kernels.quantize import reference
 
     return reference.dequantize(kv, lengths)
-
-
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Asymmetric 8-bit codes of each row; x is about zero + step * code.
-
-    Args:
-        x: [..., D] floating point, |x| < 65000.
-    Returns:
-        codes [..., D] uint8 and params [..., 2] fp16 (step, zero). The error is at most half a step, and the step at most
-        ((max - min) + |min| 2^-9) / 255 (1 + 2^-9) + 2^-23. NaN in a row makes the whole row NaN.
-    """
-    compute = x.float()
-    low, high = compute.amin(-1, keepdim=True), compute.amax(-1, keepdim=True)
-    zero = (low - low.abs() * ROUND - UNIT).to(PARAM_DTYPE)
-    step = ((high - zero.float()) / LEVELS * (1 + ROUND) + UNIT).to(PARAM_DTYPE)
-    codes = ((compute - zero.float()) / step.float()).round().clamp(0, LEVELS).to(torch.uint8)
-    return codes, torch.cat([step, zero], dim=-1)
-
-
-def dequantize_rows(codes: Tensor, params: Tensor, dtype: torch.dtype) -> Tensor:
-    """Inverse of quantize_rows: [..., D] in `dtype`."""
-    step, zero = params[..., :1].float(), params[..., 1:].float()
-    return (codes.float() * step + zero).to(dtype)

@@ -84,6 +84,12 @@ def quantize(kv: QuantKV, seq: int, start: int, k: Tensor, v: Tensor) -> None:
             put8(part, seq, torch.arange(start, stop, device=k.device), k[heads], v[heads])
 
 
+def overwrite_keys(kv: QuantKV, start: int, k: Tensor) -> None:
+    """See api.py."""
+    part, stop = kv.parts[0], start + k.shape[2]
+    part.k[:, :, start:stop], part.k_params[:, :, start:stop, 0] = encode8(k, part.kind)
+
+
 def put8(part: Part, seq: int, slot: Tensor, k: Tensor, v: Tensor) -> None:
     """k, v [H, N, D] into slots [N] of one sequence."""
     codes, part.k_params[seq, :, slot, 0] = encode8(k, part.kind)
@@ -124,7 +130,7 @@ def dequantize(kv: QuantKV, lengths: Tensor) -> tuple[Tensor, Tensor]:
     num = min(kv.num_slots, kv.num_stored)
     for part in kv.parts:
         for rows, values in zip(dense, dequantize_part(part, kv.format.group), strict=True):
-            rows[:, list(part.heads), :num] = values[:, :, :num]
+            rows[:, part.head_index.long(), :num] = values[:, :, :num]
     if kv.k_tail is None:
         return dense[0], dense[1]
     token = torch.arange(kv.num_slots, device=lengths.device)

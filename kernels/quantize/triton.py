@@ -71,12 +71,18 @@ def codes4(x, step, zero):
 
 
 @triton.jit
+def put_keys8(b_k, slot, live, k, params, D: tl.constexpr, FP8: tl.constexpr):
+    """Keys b_k [N, D] fp32 into slots [N] of the head that the pointers name."""
+    codes, step = encode8(b_k, FP8)
+    tl.store(k + slot[:, None] * D + tl.arange(0, D)[None, :], codes, mask=live[:, None])
+    tl.store(params + slot * 2, step, mask=live)
+
+
+@triton.jit
 def put8(b_k, b_v, slot, live, k, v, params, D: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr):
     """Rows b_k, b_v [N, D] fp32 into slots [N] of the head that the pointers name."""
+    put_keys8(b_k, slot, live, k, params, D, FP8)
     o_d = tl.arange(0, D)
-    codes, step = encode8(b_k, FP8)
-    tl.store(k + slot[:, None] * D + o_d[None, :], codes, mask=live[:, None])
-    tl.store(params + slot * 2, step, mask=live)
     codes, step = encode8(b_v, FP8)
     p_v = v + (slot // TILE * (D * TILE) + slot % TILE)[:, None] + o_d[None, :] * TILE
     tl.store(p_v, codes, mask=live[:, None])
@@ -144,6 +150,23 @@ def quantize_kernel(
         put8(b_k, b_v, start + o_n, live, k, v, k_params, D, TILE, KIND == "fp8")
 
 
+@triton.jit
+def keys_kernel(
+    x_k, k, steps, start, num_tokens, num_stored, stride_kb, stride_kh, stride_kn,
+    D: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program per ROWS keys, KV head and sequence."""
+    i_n = tl.program_id(0)
+    i_h = tl.program_id(1).to(tl.int64)
+    i_b = tl.program_id(2).to(tl.int64)
+    first = (i_b * tl.num_programs(1) + i_h) * num_stored
+    o_n = i_n * ROWS + tl.arange(0, ROWS)
+    live = o_n < num_tokens
+    p_k = x_k + i_b * stride_kb + i_h * stride_kh + o_n[:, None] * stride_kn + tl.arange(0, D)[None, :]
+    b_k = tl.load(p_k, mask=live[:, None], other=0.0).to(tl.float32)
+    put_keys8(b_k, start + o_n, live, k + first * D, steps + first * 2, D, KIND == "fp8")
+
+
 def warps_for(num_rows: int, head_dim: int) -> int:
     """Warps of a program that quantises such a tile of K and of V."""
     return min(8, max(4, num_rows * head_dim // 1024))
@@ -179,12 +202,34 @@ def quantize(kv: QuantKV, seq: int, start: int, k: Tensor, v: Tensor) -> None:
         )  # fmt: skip
 
 
+def overwrite_keys(kv: QuantKV, start: int, k: Tensor) -> None:
+    """See api.py."""
+    check("overwrite_keys", kv)
+    part, num = kv.parts[0], k.shape[2]
+    k = k if k.stride(3) == 1 else k.contiguous()
+    rows = min(TILE, triton.next_power_of_2(max(1, num)))
+    keys_kernel[(triton.cdiv(num, rows), kv.num_kv_heads, kv.batch_size)](
+        k, part.k, part.k_params, start, num, kv.num_stored, *k.stride()[:3],
+        D=kv.head_dim, KIND=part.kind, ROWS=rows, num_warps=warps_for(rows, kv.head_dim), enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 def compile_cases() -> list[dict]:
     """Specialisations that the offline sm_90 test compiles."""
-    pointers = {"head_index": "*i32"} | dict.fromkeys(("k", "v"), "*u8") | dict.fromkeys(("k_params", "v_params"), "*fp16")
+    pointers = {"head_index": "*i32"} | dict.fromkeys(("k", "v"), "*u8")
+    pointers |= dict.fromkeys(("k_params", "v_params", "steps"), "*fp16")
     pointers |= dict.fromkeys(("x_k", "x_v"), "*bf16")
     names = [arg.name for arg in quantize_kernel.params if not arg.is_constexpr]
-    return [
+    key_names = [arg.name for arg in keys_kernel.params if not arg.is_constexpr]
+    sinks = [
+        {
+            "name": f"keys-{kind}-D{head_dim}", "fn": keys_kernel, "signature": {n: pointers.get(n, "i32") for n in key_names},
+            "constexprs": {"D": head_dim, "KIND": kind, "ROWS": 4},
+            "num_warps": warps_for(4, head_dim), "num_stages": 3, "expect": ["st.global"],
+        }
+        for kind in ("fp8", "int8") for head_dim in (64, 128, 256)
+    ]  # fmt: skip
+    return sinks + [
         {
             "name": f"quantize-{kind}-D{head_dim}-group{group}", "fn": quantize_kernel,
             "signature": {n: pointers.get(n, "i32") for n in names},

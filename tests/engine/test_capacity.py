@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from harness import capacity
+from harness.engine import Engine
 
 SLOT = 16 * 2 * 2 * 16 * 4  # the dummy's bytes of one token: layers, K and V, KV heads, head dim, fp32
 
@@ -36,20 +37,31 @@ def test_capacity_is_what_the_bytes_allow(capsys, tmp_path, monkeypatch):
     assert result["window_batch"] == int(3.5 * (256 + 16)) // 64
 
 
+def test_largest_context(capsys, monkeypatch):
+    def small(model, method, *, max_prompt_len, **options):
+        if max_prompt_len > 5000:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return Engine(model, method, max_prompt_len=max_prompt_len, **options)
+
+    monkeypatch.setattr(capacity.recurrent, "engine_class", lambda config: small)
+    argv = ("--of", "context", "--limit-bytes=13000000", "method=window", "sparsity=0.5", "shape.batch_size=2")
+    code, result, _ = run(capsys, *argv)
+    # 13 MB less the weights hold two full caches of 1024 tokens and headroom, or half of 2048
+    assert code == 0 and result["batch_size"] == 2 and result["full_context"] <= 1024 < result["window_context"] <= 4096
+
+
 def test_not_even_one(capsys):
     code, result, err = run(capsys, "--limit-bytes=1000", "method=full")
     assert (code, result["full_batch"]) == (0, 0) and "batch 1: out of memory" in err
 
 
 def test_out_of_memory_is_an_answer(capsys, monkeypatch):
-    real = capacity.Engine
-
     def small(model, method, *, batch_size, **options):
         if batch_size > 5:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(model, method, batch_size=batch_size, **options)
+        return Engine(model, method, batch_size=batch_size, **options)
 
-    monkeypatch.setattr(capacity, "Engine", small)
+    monkeypatch.setattr(capacity.recurrent, "engine_class", lambda config: small)
     code, result, err = run(capsys, "--limit-bytes=100000000", "method=full")
     assert (code, result["full_batch"]) == (0, 5) and "batch 6: out of memory" in err
 

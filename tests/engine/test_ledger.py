@@ -40,22 +40,25 @@ def test_full_is_the_formula(tiny_llama):
 
 def test_int8_is_the_formula(tiny_llama):
     ledger = built(tiny_llama, Int8()).ledger()
-    rows = 2 * LAYERS * 2 * KV_HEADS * 200
-    assert (ledger.kinds["kv"], ledger.kinds["scales"]) == (rows * DIM, rows * 4)
+    # 200 tokens fill 7 tiles of 32, 224 tokens too: there is no headroom
+    rows = 2 * LAYERS * 2 * KV_HEADS * 224
+    assert ledger.kinds == {"kv": rows * DIM, "scales": rows * 2, "index": LAYERS * KV_HEADS * 4}
 
 
 @pytest.mark.parametrize("kv_dtype", ("auto", "int8"))
 @pytest.mark.parametrize("sparsity", (0.0, 0.1, 0.5, 0.8, 0.9))
 @pytest.mark.parametrize("name", BUDGETED)
 def test_budget_is_met_and_predicted(tiny_llama, name, sparsity, kv_dtype):
-    engine = built(tiny_llama, BUDGETED[name](sparsity=sparsity, kv_dtype=kv_dtype))
+    # a tenth of 200 tokens is less than one tile
+    length = 400 if kv_dtype == "int8" else 200
+    engine = built(tiny_llama, BUDGETED[name](sparsity=sparsity, kv_dtype=kv_dtype), length=length)
     method, ledger = engine.method, engine.ledger()
     full = engine.spec.full_bytes(method.stored_dtype(engine.spec))
     assert ledger.resident_bytes == method.planned.resident_bytes
     assert {kind: size for kind, size in ledger.kinds.items() if kind != "headroom"} == method.planned.ledger
     assert ledger.resident_bytes <= (1 - sparsity) * full + 1e-6
-    # and the budget is used: less than one slot of all layers and sequences is left over
-    slot = 2 * (LAYERS * engine.spec.slot_bytes(method.stored_dtype(engine.spec)) + 4)
+    # and the budget is used: less than one slot (8 bit: one tile of 32) of all layers and sequences is left over
+    slot = 2 * (LAYERS * engine.spec.slot_bytes(method.stored_dtype(engine.spec)) + 4) * (32 if kv_dtype == "int8" else 1)
     assert ledger.resident_bytes > (1 - sparsity) * full - slot
 
 
@@ -64,7 +67,7 @@ def test_kv_budget_is_a_share_of_the_bf16_cache(tiny_llama, name):
     for kv_dtype in ("auto", "int8"):
         engine = built(tiny_llama, BUDGETED[name](kv_budget=0.3, kv_dtype=kv_dtype))
         budget = 0.3 * 2 * LAYERS * 2 * KV_HEADS * 200 * DIM * 2
-        assert 0.9 * budget < engine.ledger().resident_bytes <= budget + 1e-6
+        assert 0.8 * budget < engine.ledger().resident_bytes <= budget + 1e-6
 
 
 @pytest.mark.parametrize("name", ("window", "streaming_llm"))
@@ -172,7 +175,7 @@ def test_bytes_cannot_be_renamed_away(tiny_llama, broken, message):
 
 def test_sparda_frees_the_waiting_layers(tiny_llama):
     engine = built(tiny_llama, SparDA(sparsity=0.5, predict_layers=[2], window=4))
-    assert engine.method.waiting == [] and engine.method.scores == []
+    assert engine.method.waiting == [] and engine.method.observed == []
     assert "undeclared" not in measure(engine.method).kinds
 
 

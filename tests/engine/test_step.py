@@ -20,7 +20,7 @@ METHODS = {
     "window": lambda: Window(sparsity=0.6),
     "streaming_llm": lambda: StreamingLLM(sparsity=0.6),
     "sparda": lambda: SparDA(sparsity=0.6, predict_layers=[1], window=4),
-    "sparda_int8": lambda: SparDA(sparsity=0.6, predict_layers=[1], window=4, kv_dtype="int8"),
+    "sparda_int8": lambda: SparDA(sparsity=0.4, predict_layers=[1], window=4, kv_dtype="int8"),
 }
 
 

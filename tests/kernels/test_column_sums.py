@@ -124,13 +124,35 @@ def test_takes_the_lse_of_prefill(impl):
     check(column_sums(q, k, 0.2, impl=impl, lse=lse), expected, [40], 2, "sum")
 
 
+@pytest.mark.parametrize("saved", (True, False), ids=("saved", "own"))
+@pytest.mark.parametrize(("num_given", "num_queries"), ((20, 20), (20, 7), (69, 1), (1, 1)))
+@pytest.mark.parametrize("impl", ("triton", "reference"))
+def test_only_the_last_queries_are_given(impl, num_given, num_queries, saved):
+    """A chunked prefill holds no others."""
+    q, k = draw(2, 6, 2, 70, 16, DTYPES[0])
+    expected, lse = oracle(q, k, 0.2, num_queries, "sum", [70, 70])
+    given = slice(70 - num_given, 70)
+    lse = lse[:, :, given].contiguous() if saved else None
+    check(
+        column_sums(q[:, :, given], k, 0.2, num_queries, impl=impl, lse=lse, config=SMALL),
+        expected,
+        [num_queries] * 2,
+        3,
+        "sum",
+    )
+
+
 def test_errors():
     q, k = draw(1, 4, 2, 8, 24, torch.float32)
     with pytest.raises(ValueError, match="q and k of one prompt"):
         column_sums(q, k[:, :, :4], 1.0)
+    with pytest.raises(ValueError, match="num_queries=8 are wanted, q holds only the last 4"):
+        column_sums(q[:, :, :4], k, 1.0)
+    with pytest.raises(ValueError, match="with lengths q must hold all 8 queries, got 4"):
+        column_sums(q[:, :, :4], k, 1.0, 2, lengths=torch.tensor([8]))
     with pytest.raises(ValueError, match="reduce='median' is not one of sum, mean, max"):
         column_sums(q, k, 1.0, reduce="median")
-    with pytest.raises(ValueError, match=r"wants lse \[B, Hq, T\]"):
+    with pytest.raises(ValueError, match=r"wants lse \[B, Hq, Tq\]"):
         column_sums(q, k, 1.0, lse=torch.zeros(1, 2, 8))
     with pytest.raises(ValueError, match="wants at least one query, got num_queries=0"):
         column_sums(q, k, 1.0, 0)

@@ -163,7 +163,10 @@ def test_effective_bits_counted_in_bytes(name, bits):
     held = kv.tensors()
     sealed = sum(x.untyped_storage().nbytes() for kind in ("kv", "scales") for x in held[kind])
     assert sealed * 8 / (2 * 3 * 2 * 1024 * 128) == bits == FORMATS[name].bits(128, 2)
-    assert sum(x.untyped_storage().nbytes() for x in sum(held.values(), [])) == FORMATS[name].bytes(3, 2, 1024, 128)
+    for num_slots in (1, 127, 128, 300):
+        held = make(name, batch=3, num_slots=num_slots, dim=128).tensors()
+        actual = {kind: sum(x.untyped_storage().nbytes() for x in tensors) for kind, tensors in held.items()}
+        assert actual == FORMATS[name].held_bytes(3, 2, num_slots, 128)
 
 
 def test_slots_that_fill_no_tile_or_block():
