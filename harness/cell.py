@@ -35,7 +35,7 @@ from kernels.check import choose
 from methods.base import Budgeted
 from methods.full import Full
 from methods.slots import name_of
-from tasks.base import Sample
+from tasks.base import FREE, Sample, breakdown
 
 ROOT = Path(__file__).resolve().parent.parent
 STORE = Path("outputs/rows")  # finished rows by config hash, below the folder that run.py is started in
@@ -62,15 +62,16 @@ def check(cfg: DictConfig) -> None:
     device = torch.device(models.pick_device(conf.model.device))
     dtype = models.pick_dtype(conf.model.dtype, device.type)
     shape = conf.shape
-    # a recurrent model goes on for ever
-    limit = None if is_recurrent(config) else getattr(config, "max_position_embeddings", None)
+    limit = longest_context(config, conf.method)
     name, new = "shape.num_new_tokens", shape.num_new_tokens
     if conf.task.mode == "score":
         name, new = "task.num_scored", conf.task.num_scored
     elif getattr(conf.task, "max_answer_tokens", 0) > new:
         name, new = "task.max_answer_tokens", conf.task.max_answer_tokens
-    # a method that streams never lets two tokens look at each other from further away than its cache is long
-    if limit and shape.context_len + new > limit and not conf.method.streams:
+    if conf.task.num_turns > 1:
+        # later questions come on top, once they are known: see Side.prepare
+        name, new = f"{conf.task.num_turns} turns", new + (conf.task.num_turns - 1) * conf.task.max_answer_tokens
+    if limit and shape.context_len + new > limit:
         raise ValueError(
             f"shape.context_len={shape.context_len} + {name}={new} is {shape.context_len + new} tokens, the model allows "
             f"{limit}; longest here: shape.context_len={max(limit - new, 0)}"
@@ -89,6 +90,13 @@ def check(cfg: DictConfig) -> None:
     )
     conf.method.plan(spec)
     choose_impls(conf, device)
+
+
+def longest_context(config, method) -> int | None:
+    """Most tokens of prompt and answers together; None without a limit."""
+    # a recurrent model goes on for ever; a method that streams never lets two tokens look at each other from further away than
+    # its cache is long
+    return None if is_recurrent(config) or method.streams else getattr(config, "max_position_embeddings", None)
 
 
 def choose_impls(conf, device: torch.device) -> tuple[str, str]:
@@ -213,6 +221,7 @@ class Side:
         conf = OmegaConf.to_object(cfg)
         self.method, self.task, self.shape = conf.method, conf.task, conf.shape
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.stop_ids = stop_ids(loaded.model, loaded.tokenizer)
         self.device = next(loaded.model.parameters()).device
         self.name = choice_of(cfg.method)
         self.recurrent = is_recurrent(loaded.model.config)
@@ -238,6 +247,7 @@ class Side:
         self.step_ms: list[float] = []
         self.num_timed = 0
         self.scores: list[float] = []
+        self.scores_by: dict[str, list[float]] = {}
         self.output_lens: list[int] = []
         self.logprobs: list[float] = []
         self.agreement: list[Tensor] = []
@@ -310,9 +320,16 @@ class Side:
         self.num_drawn = len(drawn)
         self.batches = [filled[i : i + size] for i in range(0, len(filled), size)]
         self.num_rounds = max(len(self.batches), self.shape.repeats)
-        longest_forced = max(len(sample.forced_ids) for sample in drawn)
+        longest_script = max(len(sample.script()[0]) for sample in drawn)
         answer = 0 if self.task.mode == "score" else max(self.shape.num_new_tokens, *(s.max_answer_tokens for s in drawn))
-        self.max_new_tokens = longest_forced + answer
+        self.max_new_tokens = longest_script + answer
+        limit = longest_context(self.model.config, self.method)
+        over = max(len(sample.prompt_ids) + len(sample.script()[0]) for sample in drawn) + answer - (limit or math.inf)
+        if over > 0:
+            raise ValueError(
+                f"shape.context_len={self.shape.context_len} and the later turns are {over} tokens more than the model allows; "
+                f"longest here: shape.context_len={max(self.shape.context_len - over, 0)}"
+            )
 
     def build(self) -> Engine:
         return recurrent.engine_class(self.model.config)(
@@ -356,20 +373,22 @@ class Side:
             self.compress_ms.append(engine.compress_clock.total_ms())
         self.phase = "decode"
         steps = timing.Clock(self.device)
-        forced, forced_lens = pad([sample.forced_ids for sample in batch])
         fresh = range(turn * len(batch), min((turn + 1) * len(batch), self.num_drawn))
+        fed, waited = set(), 0.0  # steps that are fed and not decoded; the time of those before the first answer
         if self.task.mode == "score":
+            forced, forced_lens = pad([sample.forced_ids for sample in batch])
             logprobs, logits = engine.score(forced, steps, keep_logits=True)
             if turn < len(self.batches):
                 self.compare_logits(logits[: len(fresh)], reference)
                 self.keep_scored(batch[: len(fresh)], logprobs, forced_lens)
-            waited = 0.0
         else:
+            script, _ = pad([sample.script()[0] for sample in batch], FREE)
             num_tokens = self.shape.num_new_tokens if timed else max(sample.max_answer_tokens for sample in batch)
-            tokens = engine.decode(forced.shape[1] + num_tokens, steps, forced, forced_lens)
+            tokens = engine.decode(script.shape[1] + num_tokens, steps, script)
             if turn < len(self.batches) and self.task.mode == "generate":
-                self.keep_answers(batch[: len(fresh)], tokens.tolist(), forced_lens)
-            waited = sum(steps.durations_ms()[: forced.shape[1]])
+                self.keep_answers(batch[: len(fresh)], tokens[: len(fresh)].tolist())
+            fed = set((script != FREE).any(0).nonzero().flatten().tolist())
+            waited = sum(steps.durations_ms()[: max(len(sample.forced_ids) for sample in batch)])
         if not engine.finite():
             raise NonFinite(f"{self.name}: the logits are not finite after decoding")
         if timed:
@@ -378,8 +397,7 @@ class Side:
                 self.ttft_ms.append(prefill_ms + waited)
                 self.prefill_ms.append(prefill_ms)
             self.num_timed += 1
-            question = 0 if self.task.mode == "score" else forced.shape[1]
-            self.step_ms += steps.durations_ms()[question:]
+            self.step_ms += [ms for step, ms in enumerate(steps.durations_ms()) if step not in fed]
 
     def compare_logits(self, logits: Tensor, reference: "Side") -> None:
         """Fidelity to full on the same forced tokens, logits [B, n, V]."""
@@ -397,17 +415,26 @@ class Side:
             self.logprobs += line[:length]
             self.samples.append({"id": sample.id, "nll_nats": -sum(line[:length]) / length, "num_tokens": length} | sample.meta)
 
-    def keep_answers(self, batch: list[Sample], tokens: list[list[int]], forced_lens: list[int]) -> None:
-        for sample, line, start in zip(batch, tokens, forced_lens, strict=False):
-            answer = line[start : start + sample.max_answer_tokens]
-            if self.tokenizer.eos_token_id in answer:
-                answer = answer[: answer.index(self.tokenizer.eos_token_id)]
-            output = self.tokenizer.decode(answer)
-            score = self.task.score(sample, output)
-            self.scores.append(score)
-            self.output_lens.append(len(answer))
-            expected = {"answers": sample.answers, "output": output, "score": score, "output_len": len(answer)}
-            self.samples.append({"id": sample.id} | expected | sample.meta)
+    def keep_answers(self, batch: list[Sample], tokens: list[list[int]]) -> None:
+        for sample, line in zip(batch, tokens, strict=True):
+            turns = []
+            for turn, start in zip(sample.turns, sample.script()[1], strict=True):
+                answer = line[start : start + turn.max_answer_tokens]
+                length = next((i for i, token in enumerate(answer) if token in self.stop_ids), len(answer))
+                output = self.tokenizer.decode(answer[:length])
+                said = {"answers": turn.answers, "output": output, "score": self.task.score(turn, output), "output_len": length}
+                if parts := self.task.parts(turn, output):
+                    said["parts"] = parts
+                turns.append(said)
+            scores = [said["score"] for said in turns]
+            groups = breakdown(sample, scores) + [part for said in turns for part in said.get("parts", {}).items()]
+            for name, score in groups:
+                self.scores_by.setdefault(name, []).append(score)
+            self.scores.append(statistics.fmean(scores))
+            self.output_lens += [said["output_len"] for said in turns]
+            # one turn lies flat in the line; several stand in a list, with their mean score beside it
+            said = turns[0] if len(turns) == 1 else {"score": self.scores[-1], "turns": turns}
+            self.samples.append({"id": sample.id} | said | sample.meta)
 
     def summarise(self) -> None:
         """Samples and times into the row."""
@@ -431,6 +458,7 @@ class Side:
             row.output_len_mean = statistics.fmean(self.output_lens)
             if len(self.scores) > 1:
                 row.accuracy_stderr = statistics.stdev(self.scores) / len(self.scores) ** 0.5
+            row.accuracy_by = {name: statistics.fmean(self.scores_by[name]) for name in sorted(self.scores_by)}
         if self.logprobs:
             row.perplexity = float(torch.tensor(self.logprobs, dtype=torch.float64).mean().neg().exp())
             row.num_samples = len(self.samples)
@@ -465,11 +493,19 @@ class Side:
             write_atomic(out_dir / "traceback.txt", self.traceback)
 
 
-def pad(lines: list[list[int]]) -> tuple[Tensor, list[int]]:
+def pad(lines: list[list[int]], value: int = 0) -> tuple[Tensor, list[int]]:
     """Right-padded [B, T] and the lengths."""
     lengths = [len(line) for line in lines]
     width = max(lengths)
-    return torch.tensor([line + [0] * (width - len(line)) for line in lines], dtype=torch.long), lengths
+    return torch.tensor([line + [value] * (width - len(line)) for line in lines], dtype=torch.long), lengths
+
+
+def stop_ids(model, tokenizer) -> set[int]:
+    """All ids that end an answer: chat models name more of them in their generation config than the tokenizer does."""
+    named = model.generation_config.eos_token_id
+    named = set(named if isinstance(named, list) else [named])
+    # a config that does not know the tokenizer's own, as of random weights, names bytes of text
+    return (named if tokenizer.eos_token_id in named else {tokenizer.eos_token_id}) - {None}
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -7,6 +7,7 @@ conf/method/<name>.yaml. See a composed cell with `python run.py method=window -
 import argparse
 import hashlib
 import importlib
+import inspect
 import json
 import pkgutil
 import re
@@ -39,7 +40,7 @@ from methods.slots import KV_DTYPES
 from tasks.base import Task
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-QUESTIONS = ("visible", "hidden")
+QUESTIONS = ("visible", "hidden", "two_turn")
 IMPLS = ("auto", "reference", "triton")
 DECODE_IMPLS = ("auto", "graph", "eager")
 LOGGERS = ("wandb", "none")
@@ -133,14 +134,15 @@ def _suggest(word: str, choices) -> str:
 
 
 def discover(package, base: type) -> dict[str, type]:
-    """Every module of `package` that defines a subclass of `base`, by module name; base.py itself is left out."""
+    """Every module of `package` that defines a subclass of `base`, by module name; not base.py, no abstract class."""
     found = {}
     for info in pkgutil.iter_modules(package.__path__):
         if info.name == "base":
             continue
         module = importlib.import_module(f"{package.__name__}.{info.name}")
         for item in vars(module).values():
-            if isinstance(item, type) and issubclass(item, base) and item.__module__ == module.__name__:
+            own = isinstance(item, type) and item.__module__ == module.__name__
+            if own and issubclass(item, base) and not inspect.isabstract(item):
                 found[info.name] = item
     return found
 

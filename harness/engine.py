@@ -179,28 +179,21 @@ class Engine:
         self.token.copy_(self.start[1])
         self.steps_left = self.spec.max_new_tokens
 
-    def decode(
-        self,
-        num_tokens: int,
-        clock: Clock | None = None,
-        forced: Tensor | None = None,
-        forced_lens: list[int] | None = None,
-    ) -> Tensor:
+    def decode(self, num_tokens: int, clock: Clock | None = None, forced: Tensor | None = None) -> Tensor:
         """Greedy tokens [B, num_tokens]; end-of-sequence is not a stop.
 
         Args:
             clock: gets a mark before the first step and after every step.
-            forced: [B, F] tokens that take the place of the first greedy ones, as a question that compression has not seen;
-                forced_lens: how many of each row count (None: all F). They are part of what is returned.
+            forced: [B, F] tokens that take the place of the greedy ones, as a question that compression has not seen, and are
+                part of what is returned; -1 leaves the greedy token, as in the answer before the next question.
         """
         device = self.spec.device
         forced = torch.empty(self.spec.batch_size, 0, dtype=torch.long) if forced is None else forced
-        forced_lens = [forced.shape[1]] * self.spec.batch_size if forced_lens is None else forced_lens
-        forced, lens = forced.to(device), torch.tensor(forced_lens, device=device)
+        forced = forced.to(device)
         tokens = torch.empty(self.spec.batch_size, num_tokens, dtype=torch.long, device=device)
         for step in self._steps(num_tokens, clock):
             if step < forced.shape[1]:
-                self.token.copy_(torch.where(step < lens, forced[:, step], self.token))
+                self.token.copy_(torch.where(forced[:, step] >= 0, forced[:, step], self.token))
             tokens[:, step] = self.token
             self._step()
         return tokens

@@ -105,6 +105,8 @@ def load(conf: ModelConf, seed: int = 0) -> Loaded:
             model, tokenizer = _read_model(str(folder), config, dtype, conf.tp_size)
         except _load_errors() as err:
             raise ValueError(f"{folder} is damaged ({_one_line(err)}): delete it and run again") from err
+        # the base is a chat model, the adapter was trained on plain text
+        tokenizer.chat_template = None
     if conf.tp_size == 1:
         model = model.to(device)
     model = model.eval().requires_grad_(False)

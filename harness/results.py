@@ -83,6 +83,7 @@ class Row:
 
     accuracy: float | None = None
     accuracy_stderr: float | None = None
+    accuracy_by: dict[str, float] = field(default_factory=dict)  # mean score by turn, depth, kind or instruction
     num_samples: int | None = None
     output_len_mean: float | None = None
     perplexity: float | None = None

@@ -7,12 +7,27 @@ subclass of `Task` and `conf/task/<name>.yaml`; `python run.py task=<name>` find
 import difflib
 import hashlib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import ClassVar
+
+FREE = -1  # in a script: here the model speaks
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One exchange after the first: `forced_ids` are fed, then at most `max_answer_tokens` are decoded and scored."""
+
+    forced_ids: list[int]
+    answers: list[str]
+    max_answer_tokens: int
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt. `prompt_ids` are compressed by the method; `forced_ids` go through the decode path afterwards."""
+    """One prompt. `prompt_ids` are compressed by the method; `forced_ids` go through the decode path afterwards.
+
+    `later` holds the turns after the first, all answered from the cache that the prompt was compressed into.
+    """
 
     id: str
     prompt_ids: list[int]
@@ -20,6 +35,21 @@ class Sample:
     answers: list[str] = field(default_factory=list)
     max_answer_tokens: int = 0
     meta: dict = field(default_factory=dict)
+    later: list[Turn] = field(default_factory=list)
+
+    @property
+    def turns(self) -> list["Sample | Turn"]:
+        """All turns, the sample itself as the first."""
+        return [self, *self.later]
+
+    def script(self) -> tuple[list[int], list[int]]:
+        """What is fed after the prompt up to the last answer, FREE for each decoded token; where each answer begins."""
+        ids = list(self.forced_ids)
+        starts = [len(ids)]
+        for before, turn in pairwise(self.turns):
+            ids += [FREE] * before.max_answer_tokens + turn.forced_ids
+            starts.append(len(ids))
+        return ids, starts
 
 
 class Task:
@@ -27,6 +57,7 @@ class Task:
 
     mode: ClassVar[str]
     num_samples: int
+    num_turns: int = 1
 
     def samples(self, tokenizer, context_len: int, seed: int) -> list[Sample]:
         """Return `num_samples` samples, always the same for the same (fields, tokenizer, context_len, seed).
@@ -35,9 +66,13 @@ class Task:
         """
         raise NotImplementedError
 
-    def score(self, sample: Sample, text: str) -> float:
-        """Return the accuracy of a generated `text` in [0, 1]."""
+    def score(self, turn: Sample | Turn, text: str) -> float:
+        """Return the accuracy of a generated `text` in [0, 1]; `turn` is the sample or one of its later turns."""
         raise NotImplementedError(f"{type(self).__name__} has no accuracy")
+
+    def parts(self, turn: Sample | Turn, text: str) -> dict[str, float]:
+        """Return the scores of parts of `text` that are reported apart, by name; none where the score says all."""
+        return {}
 
 
 def require_full_length(samples: list[Sample], num_tokens: int, context_len: int, cause: str) -> None:
@@ -45,6 +80,17 @@ def require_full_length(samples: list[Sample], num_tokens: int, context_len: int
     missing = num_tokens - min(len(sample.prompt_ids) + len(sample.forced_ids) for sample in samples)
     if missing:
         raise ValueError(f"context_len={context_len} is too long: {cause} can fill at most {context_len - missing}")
+
+
+def breakdown(sample: Sample, scores: list[float]) -> list[tuple[str, float]]:
+    """Return the groups in which the scores of a sample's turns are reported apart: turn, quarter of depth, kind."""
+    groups = [(f"turn_{number}", score) for number, score in enumerate(scores, 1)] if sample.later else []
+    for depth, score in zip(sample.meta.get("depths", []), scores, strict=False):
+        quarter = min(int(depth * 4), 3)
+        groups.append((f"depth_{quarter / 4:.2f}_{(quarter + 1) / 4:.2f}", score))
+    if "kinds" in sample.meta:
+        groups += [(f"kind_{kind}", score) for kind, score in zip(sample.meta["kinds"], scores, strict=True)]
+    return groups
 
 
 def leading_ids(tokenizer) -> list[int]:

@@ -27,13 +27,22 @@ PIECE_CHARS = 2000
 
 
 @functools.cache
+def source_files() -> list[tuple[str, str]]:
+    """Return (dotted module, source) of the library modules that this Python has."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    paths = [(name, stdlib / f"{name}.py") for name in MODULES]
+    return [
+        (name.removesuffix("/__init__").replace("/", "."), path.read_text(encoding="utf-8"))
+        for name, path in paths
+        if path.is_file()
+    ]
+
+
+@functools.cache
 def pieces() -> list[str]:
     """Return the corpus, cut at blank lines into pieces of about `PIECE_CHARS` characters."""
     topics = pydoc_data.topics.topics
-    stdlib = Path(sysconfig.get_path("stdlib"))
-    sources = [stdlib / f"{name}.py" for name in MODULES]
-    documents = [topics[name] for name in sorted(topics)]
-    documents += [path.read_text(encoding="utf-8") for path in sources if path.is_file()]
+    documents = [topics[name] for name in sorted(topics)] + [text for _, text in source_files()]
     # ASCII only: a cut between any two tokens then never splits a character
     documents = [document.encode("ascii", "ignore").decode().strip() + "\n\n" for document in documents]
     return [piece for document in documents for piece in _cut(document)]

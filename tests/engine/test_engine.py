@@ -271,12 +271,31 @@ def test_forced_question_is_ragged(tiny_llama):
     ids, forced = draw(2, 20), draw(2, 6)
     engine = build(model, Full(), ids)
     engine.prefill(ids)
-    tokens = engine.decode(12, forced=forced, forced_lens=[6, 2])
+    ragged = forced.clone()
+    ragged[1, 2:] = -1
+    tokens = engine.decode(12, forced=ragged)
     for seq, length in enumerate((6, 2)):
         prompt = torch.cat([ids[seq], forced[seq, :length]])[None]
         new = 12 - length
         expected = model.generate(prompt, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0)
         assert torch.equal(tokens[seq], expected[0, 20:])
+
+
+def test_a_conversation_is_what_generate_says_turn_by_turn(tiny_llama):
+    """Questions of different lengths, answers of 3 and 4 tokens between them: each sequence keeps its own script."""
+    model, free = tiny_llama(), -1
+    ids, questions = draw(2, 20), draw(2, 9)
+    scripts = [[free] * 3 + questions[0, :5].tolist(), questions[1, :2].tolist() + [free] * 3 + questions[1, 2:8].tolist()]
+    forced = torch.tensor([scripts[0] + [free] * 3, scripts[1]])
+    engine = build(model, Full(), ids)
+    engine.prefill(ids)
+    tokens = engine.decode(15, forced=forced)
+    for seq, script in enumerate(scripts):
+        said = ids[seq].tolist()
+        for token in script + [free] * (15 - len(script)):
+            greedy = int(model(torch.tensor([said])).logits[0, -1].argmax())
+            said.append(greedy if token == free else token)
+        assert tokens[seq].tolist() == said[20:]
 
 
 def test_int8_is_close_to_dense_and_not_equal(tiny_llama):

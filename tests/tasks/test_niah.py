@@ -7,9 +7,10 @@ import torch
 
 from harness.models import ByteTokenizer
 from tasks.base import Sample
-from tasks.niah import ADJECTIVES, FACT, NOUNS, NUM_KEYS, QUESTION, Niah
+from tasks.niah import ADJECTIVES, FACT, NOUNS, NUM_KEYS, PREFIX, QUESTION, Niah
 
 BYTES = ByteTokenizer()
+ASK = QUESTION + PREFIX
 ASKED = re.compile(re.escape(FACT).replace(r"\{key\}", "([a-z]+-[a-z]+)").replace(r"\{value\}", "([0-9]{7})"))
 
 
@@ -23,7 +24,11 @@ def whole_text(tokenizer, sample):
 
 
 @pytest.mark.parametrize("context_len", [307, 1024, 4001])
-@pytest.mark.parametrize("knobs", [{}, {"num_facts": 2}, {"haystack": "facts"}], ids=["one", "two", "facts"])
+@pytest.mark.parametrize(
+    "knobs",
+    [{}, {"num_facts": 2}, {"haystack": "facts"}, {"haystack": "facts", "num_facts": 2}],
+    ids=["one", "two", "facts", "two-of-facts"],
+)
 def test_the_fact_is_there_exactly_once(tokenizer, knobs, context_len):
     for sample in Niah(**knobs).samples(tokenizer, context_len, 0):
         text = whole_text(tokenizer, sample)
@@ -32,7 +37,7 @@ def test_the_fact_is_there_exactly_once(tokenizer, knobs, context_len):
         assert text.count(FACT.format(key=key, value=value)) == 1
         assert text.count(value) == 1
         assert text.count(key) == 3
-        assert text.endswith(QUESTION.format(key=key))
+        assert text.endswith(ASK.format(key=key))
 
 
 @pytest.mark.parametrize("num_facts", [1, 4, 9])
@@ -41,14 +46,14 @@ def test_facts_in_text_have_their_own_keys_and_values(tokenizer, num_facts):
         facts = ASKED.findall(whole_text(tokenizer, sample))
         assert len(facts) == len(dict(facts)) == len({value for _, value in facts}) == num_facts
         assert dict(facts)[sample.meta["key"]] == sample.meta["value"]
-        assert sample.meta["num_facts"] == num_facts
+        assert (sample.meta["num_needles"], sample.meta["num_distractors"]) == (num_facts, 0)
 
 
 def test_haystack_of_facts_is_nothing_but_facts(tokenizer):
     for sample in Niah(haystack="facts").samples(tokenizer, 2049, 0):
-        text = whole_text(tokenizer, sample).removesuffix(QUESTION.format(key=sample.meta["key"]))
+        text = whole_text(tokenizer, sample).removesuffix(ASK.format(key=sample.meta["key"]))
         facts = ASKED.findall(text)
-        assert len(facts) == len(dict(facts)) == len({value for _, value in facts}) == sample.meta["num_facts"]
+        assert len(facts) == len(dict(facts)) == len({value for _, value in facts}) == 1 + sample.meta["num_distractors"]
         # what is left is the end of the one fact that was cut
         assert len(ASKED.sub("", text)) < len(FACT) + 20
 
@@ -65,7 +70,7 @@ def test_depths_are_spread_evenly(tokenizer, haystack, num_samples):
     samples = Niah(num_samples=num_samples, haystack=haystack).samples(tokenizer, 8192, 0)
     for index, sample in enumerate(samples):
         wanted = (index + 0.5) / num_samples
-        assert sample.meta["depth"] == pytest.approx(wanted, abs=0.03)
+        assert sample.meta["depths"] == [pytest.approx(wanted, abs=0.03)]
         text = whole_text(tokenizer, sample)
         assert text.index(sample.meta["value"]) / len(text) == pytest.approx(wanted, abs=0.12)
 
@@ -84,7 +89,7 @@ def test_hidden_and_visible_are_the_same_ids(tokenizer, knobs):
     for seen, unseen in zip(visible, hidden, strict=True):
         assert not seen.forced_ids
         assert seen.prompt_ids == unseen.prompt_ids + unseen.forced_ids
-        assert tokenizer.decode(unseen.forced_ids) == QUESTION.format(key=seen.meta["key"])
+        assert tokenizer.decode(unseen.forced_ids) == ASK.format(key=seen.meta["key"])
         assert seen.meta == unseen.meta
 
 
@@ -110,27 +115,24 @@ def test_too_short_names_the_shortest(tokenizer, knobs):
 
 def test_the_smoke_shape_fits_every_key_in_bytes():
     key = max(ADJECTIVES, key=len) + "-" + max(NOUNS, key=len)
-    assert len(BYTES.encode(FACT.format(key=key, value="1234567") + QUESTION.format(key=key), True)) <= 256
+    assert len(BYTES.encode(FACT.format(key=key, value="1234567") + ASK.format(key=key), True)) <= 256
     assert len({f"{a}-{n}" for a in ADJECTIVES for n in NOUNS}) == NUM_KEYS
 
 
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"question": "visble"}, "question=visble: did you mean question=visible? Valid: visible, hidden"),
-        ({"question": "hiden"}, "question=hiden: did you mean question=hidden? Valid: visible, hidden"),
+        ({"question": "visble"}, "question=visble: did you mean question=visible? Valid: visible, hidden, two_turn"),
+        ({"question": "hiden"}, "question=hiden: did you mean question=hidden? Valid: visible, hidden, two_turn"),
         ({"haystack": "fact"}, "task.haystack=fact: did you mean task.haystack=facts? Valid: text, facts"),
         ({"num_samples": 0}, "task.num_samples=0: must be at least 1"),
         ({"num_facts": 0}, "task.num_facts=0: must be at least 1"),
         ({"num_facts": 10**6}, f"task.num_facts=1000000: must be at most {NUM_KEYS}, there are no more keys"),
         ({"max_answer_tokens": -3}, "task.max_answer_tokens=-3: must be at least 1"),
         ({"floor": 90}, "task.floor=90: must be in [0, 1]"),
-        (
-            {"haystack": "facts", "num_facts": 4},
-            "task.num_facts=4 needs task.haystack=text: a haystack of facts is full",
-        ),
+        ({"chat_template": "on"}, "task.chat_template=on: did you mean task.chat_template=none? Valid: auto, none"),
     ],
-    ids=["visble", "hiden", "fact", "no-samples", "no-facts", "many-facts", "no-answer", "floor", "facts-of-facts"],
+    ids=["visble", "hiden", "fact", "no-samples", "no-facts", "many-facts", "no-answer", "floor", "template"],
 )
 def test_bad_values(knobs, message):
     with pytest.raises(ValueError) as caught:

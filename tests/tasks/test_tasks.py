@@ -10,7 +10,13 @@ import pytest
 from harness.models import ByteTokenizer
 from tasks.base import leading_ids
 from tasks.corpus import corpus_of, pieces
+from tasks.kv_retrieval import KvRetrieval
+from tasks.multi_turn import MultiTurn
 from tasks.niah import Niah
+from tasks.niah_multikey import NiahMultikey
+from tasks.niah_multiquery import NiahMultiquery
+from tasks.niah_multivalue import NiahMultivalue
+from tasks.passkey import Passkey
 from tasks.perplexity import Perplexity
 from tasks.speed import Speed
 
@@ -20,11 +26,20 @@ TASKS = {
     "niah-odd": Niah(num_samples=3, num_facts=2),
     "niah-facts": Niah(haystack="facts"),
     "niah-facts-hidden": Niah(haystack="facts", question="hidden"),
+    "niah-two-turn": Niah(question="two_turn"),
+    "niah_multikey": NiahMultikey(haystack="facts"),
+    "niah_multivalue": NiahMultivalue(num_values=2),
+    "niah_multiquery-hidden": NiahMultiquery(num_queries=2, question="hidden"),
+    "multi_turn": MultiTurn(num_turns=2),
+    "multi_turn-hidden": MultiTurn(num_turns=3, num_facts=3, question="hidden"),
+    "passkey": Passkey(),
+    "passkey-two-turn": Passkey(question="two_turn"),
+    "kv_retrieval-hidden": KvRetrieval(question="hidden"),
     "perplexity": Perplexity(num_scored=37),
     "speed": Speed(),
 }
 FORCED_BEYOND_CONTEXT = {"perplexity": 37}
-CONTEXT_LENS = (307, 1000, 1024, 2049)
+CONTEXT_LENS = (587, 1000, 1024, 2049)
 BYTES = ByteTokenizer()
 every_task = pytest.mark.parametrize("name", TASKS)
 
