@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import hf
-from harness.ledger import Ledger, measure
+from harness.ledger import Ledger, held_storages, measure
 from harness.step import FusedStep, ModuleStep
 from harness.timing import Clock, Stopwatch
 from methods.base import Method
@@ -69,13 +69,13 @@ class Engine:
         self.graph = self._capture() if decode_impl == "graph" else None
 
     @torch.inference_mode()
-    def prefill(self, input_ids: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+    def prefill(self, input_ids: Tensor, lengths: Tensor | list[int] | None = None, keep_logits: bool = False):
         """Prompts into the cache, one sequence at a time; any earlier content is forgotten.
 
         Args:
             input_ids: [B, T], right-padded; lengths: [B] prompt lengths (None: all T). Padding is cut off before the model.
         Returns:
-            logits [B, V] of each prompt's last token.
+            logits [B, V] of each prompt's last token, or with keep_logits those of all its tokens, a list of [T, V].
         """
         lengths = [input_ids.shape[1]] * len(input_ids) if lengths is None else [int(n) for n in lengths]
         if len(input_ids) != self.spec.batch_size or len(lengths) != self.spec.batch_size:
@@ -83,16 +83,17 @@ class Engine:
         if not 1 <= min(lengths) <= max(lengths) <= min(self.spec.context_len, input_ids.shape[1]):
             raise ValueError(f"prompt lengths {lengths} must lie in 1 .. {self.spec.context_len} (max_prompt_len)")
         self.method.step = {}
-        last = [self.prefill_one(seq, input_ids[seq, :length]) for seq, length in enumerate(lengths)]
+        kept = [self.prefill_one(seq, input_ids[seq, :length], keep_logits) for seq, length in enumerate(lengths)]
+        last = [logits[:, -1] for logits in kept] if keep_logits else kept
         self.seen.copy_(torch.tensor(lengths))
         self.steps_left = self.spec.max_new_tokens
         self.logits.copy_(torch.cat(last))
         self.token.copy_(self.logits.argmax(-1))
         self.start = self.seen.clone(), self.token.clone()
-        return self.logits.clone()
+        return [logits[0] for logits in kept] if keep_logits else self.logits.clone()
 
     @torch.inference_mode()
-    def prefill_one(self, seq: int, prompt: Tensor) -> Tensor:
+    def prefill_one(self, seq: int, prompt: Tensor, keep_all: bool = False) -> Tensor:
         """One prompt [T] into the slots of sequence `seq`, layer by layer; logits [1, V]. prefill() is what callers want."""
         self.phase.seq = seq
         prompt = prompt.to(self.spec.device)
@@ -100,7 +101,7 @@ class Engine:
         positions = torch.arange(len(prompt), device=self.spec.device)[None]
         try:
             with hf.kv_attention(self.model):
-                logits = hf.forward(self.model, prompt[None], positions, self.cache)
+                logits = hf.forward(self.model, prompt[None], positions, self.cache, keep_all)
             self.method.end_prefill(seq)
         finally:
             self.phase.seq = None
@@ -111,6 +112,18 @@ class Engine:
         self.seen.copy_(self.start[0])
         self.token.copy_(self.start[1])
         self.steps_left = self.spec.max_new_tokens
+
+    def snapshot(self) -> list:
+        """A copy of all that a step changes, for restore(): the method's tensors too, since a ring has moved on after a step."""
+        storages = [*held_storages(self.method).values()]
+        storages += [tensor.untyped_storage() for tensor in (self.seen, self.token, self.logits)]
+        return [self.steps_left, [(storage, storage.clone()) for storage in storages]]
+
+    def restore(self, snapshot: list) -> None:
+        """Back to where snapshot() was taken, as often as wanted, until the next prefill."""
+        self.steps_left, copies = snapshot
+        for storage, copy in copies:
+            storage.copy_(copy)
 
     def decode(
         self,

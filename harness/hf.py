@@ -91,10 +91,11 @@ def make_cache(method: Method, phase: Phase) -> Cache:
     return Cache(layers=[CacheLayer(layer, phase) for layer in method.layers])
 
 
-def forward(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cache: Cache) -> Tensor:
-    """Logits of the last token, [B, V]; input_ids and position_ids [B, T]."""
-    out = model(input_ids=input_ids, position_ids=position_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return out.logits[:, -1]
+def forward(model: nn.Module, input_ids: Tensor, position_ids: Tensor, cache: Cache, keep_all: bool = False) -> Tensor:
+    """Logits of the last token, [B, V], or of all, [B, T, V], with keep_all; input_ids and position_ids [B, T]."""
+    options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 0 if keep_all else 1}
+    logits = model(input_ids=input_ids, position_ids=position_ids, **options).logits
+    return logits if keep_all else logits[:, -1]
 
 
 def make_spec(model: nn.Module, *, batch_size: int, context_len: int, max_new_tokens: int, impl: str) -> Spec:
