@@ -4,6 +4,7 @@ Each side (full and the method) is warmed up alone, which also gives its memory 
 batch, so that a drifting clock hits both. A side that fails keeps its own typed row, the other goes on.
 """
 
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -64,6 +65,10 @@ def check(cfg: DictConfig) -> None:
     dtype = models.pick_dtype(conf.model.dtype, device.type)
     shape = conf.shape
     limit = getattr(config, "max_position_embeddings", None)
+    if conf.task.mode == "lm_eval":
+        # prompt lengths are only known with the tokenizer: what cannot be planned for the longest possible one never can
+        conf.task.check(shape)
+        shape = dataclasses.replace(shape, context_len=limit - 1, num_new_tokens=1)
     name, new = "shape.num_new_tokens", shape.num_new_tokens
     if conf.task.mode == "score":
         name, new = "task.num_scored", conf.task.num_scored
@@ -116,11 +121,15 @@ def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
         for tensor in loaded.model.parameters():
             tensor.sum()  # weights on a CPU are memory-mapped: resident once they have been read
         peak_load = timing.peak_bytes(device)
-        side = Side(cfg, loaded, peak_load, reproduce)
+        make_side = Side
+        if conf.task.mode == "lm_eval":
+            # imported late: lm-eval takes seconds
+            from harness.lm_cell import LmEvalSide as make_side
+        side = make_side(cfg, loaded, peak_load, reproduce)
         full, note = None, None
         if cfg.compare and side.name != "full":
             full_cfg = full_cell(cfg)
-            full = Side(full_cfg, loaded, peak_load, command_of_full(reproduce))
+            full = make_side(full_cfg, loaded, peak_load, command_of_full(reproduce))
             if stored := find_row(full.row) if full.task.mode != "score" else None:
                 full.row, note = (
                     stored,
@@ -221,7 +230,7 @@ class Side:
         self.row.peak_load_bytes = peak_load
         self.row.weights_bytes = hf.weight_bytes(loaded.model)
         self.row.device_name = timing.device_name(self.device)
-        self.row.versions = versions() | {"weights": loaded.source}
+        self.row.versions = versions() | {"weights": loaded.source} | self.task.versions()
         self.row.code_hash = code_hash()
         self.row.git_commit = git_commit()
         self.row.memory_class = self.method.memory_class
@@ -521,15 +530,17 @@ class Side:
         theirs = full.samples or list(full.log.read().values())
         shas = {line["id"]: line.get("prompt_sha") for line in theirs}
         own = [line for line in self.samples if shas.get(line["id"], ()) == line.get("prompt_sha")]
-        scores, full_scores = ({line["id"]: line["score"] for line in lines if "score" in line} for lines in (own, theirs))
+        row = self.row
+        scores, full_scores = (
+            {line["id"]: line["score"] for line in lines if line.get("score") is not None} for lines in (own, theirs)
+        )
         if found := compare(scores, full_scores, self.seed):
-            row = self.row
             row.accuracy_diff, row.accuracy_diff_low, row.accuracy_diff_high = found.diff, found.low, found.high
             row.num_pairs, row.verdict = found.num_pairs, found.verdict
         lengths = {line["id"]: line["output_len"] for line in theirs if line.get("output_len") is not None}
         changes = [line["output_len"] - lengths[line["id"]] for line in own if line["id"] in lengths]
         if changes:
-            self.row.output_len_diff = statistics.fmean(changes)
+            row.output_len_diff = statistics.fmean(changes)
 
     def save(self, out_dir: Path | None) -> None:
         """Row and samples into out_dir, and finished rows into the store."""

@@ -114,7 +114,7 @@ class Engine:
         self.steps_left = self.spec.max_new_tokens
 
     def snapshot(self) -> list:
-        """A copy of all that a step changes, for restore(): the method's tensors too, since a ring has moved on after a step."""
+        """A copy of all that a step changes, for restore(): the method's tensors too, since a step moves a ring on."""
         storages = [*held_storages(self.method).values()]
         storages += [tensor.untyped_storage() for tensor in (self.seen, self.token, self.logits)]
         return [self.steps_left, [(storage, storage.clone()) for storage in storages]]

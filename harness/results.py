@@ -13,6 +13,7 @@ from pathlib import Path
 
 STATUSES = ("ok", "oom_prefill", "oom_decode", "invalid", "nan", "timeout", "failed")
 FLAGS = ("noop", "untrained", "baseline_broken", "short_decode", "simulated", "not_interleaved", "noisy", "few_prefills")
+FLAGS += ("partly_noop", "double_bos")
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Row:
     accuracy_stderr: float | None = None
     metric: str = ""  # what accuracy is, where the task has several
     num_samples: int | None = None
-    num_resumed: int | None = None  # of them taken from the log of an earlier, interrupted run of this cell; times are this run's
+    num_resumed: int | None = None  # of them from the log of an earlier run of this cell; times are this run's
     num_noop: int | None = None  # of them with a prompt that the budget covers whole, in tasks with prompts of many lengths
     output_len_mean: float | None = None
     # against full on the same samples, in units of accuracy: mean difference and the 95 % interval of a paired bootstrap
@@ -80,7 +81,7 @@ class Row:
     accuracy_diff_low: float | None = None
     accuracy_diff_high: float | None = None
     num_pairs: int | None = None
-    verdict: str | None = None  # better, worse, same (the interval holds 0) or unclear (it does not, but under 6 samples differ)
+    verdict: str | None = None  # better, worse, same (the interval holds 0), unclear (it does not, but under 6 differ)
     worst_task: str | None = None  # of a group of tasks, the one that loses most against full
     worst_task_diff: float | None = None
     output_len_diff: float | None = None  # tokens

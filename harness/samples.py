@@ -1,4 +1,4 @@
-"""The per-sample log of a cell: one line of JSON per finished sample, appended as it finishes, so that a rerun goes on after it.
+"""The per-sample log of a cell: a line of JSON per sample, appended as it finishes, so that a rerun goes on after it.
 
 The file is outputs/rows/<config_hash>.samples.jsonl. A line counts for a rerun only with the same code, versions and device,
 and only for a sample whose ids are the same. Several processes may append to one file.

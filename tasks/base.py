@@ -26,6 +26,7 @@ class Task:
     """Base of all tasks. `mode`: "generate" (answer, then `score`), "score" (logprobs of `forced_ids`) or "speed"."""
 
     mode: ClassVar[str]
+    unread: ClassVar[tuple[str, ...]] = ()  # values of other groups that mean nothing here: giving them is a warning
     num_samples: int
 
     def samples(self, tokenizer, context_len: int, seed: int) -> list[Sample]:
@@ -34,6 +35,10 @@ class Task:
         ValueError if `context_len` is too short or too long for the task; the message names the limit.
         """
         raise NotImplementedError
+
+    def versions(self) -> dict[str, str]:
+        """Versions of what samples and scores depend on besides the configuration, such as the content of a local file."""
+        return {}
 
     def score(self, sample: Sample, text: str) -> float:
         """Return the accuracy of a generated `text` in [0, 1]."""

@@ -1,4 +1,4 @@
-"""A random Llama with a trained byte-level BPE tokenizer, saved to a folder, and small task files: all that lm-eval needs offline."""
+"""A random Llama with a trained byte-level BPE tokenizer in a folder, and small task files: all that lm-eval needs offline."""
 
 import json
 import os
@@ -16,7 +16,11 @@ TEXT = [
     "Numbers such as 17, 256 and 65536 are powers or primes, some of them both, some neither.",
 ]
 DOCS = [
-    {"text": " ".join(TEXT[i:] + TEXT[: i + 1]) + f" Note {i}:", "choices": [" yes", " no, it is not", " a b c"], "label": i % 3}
+    {
+        "text": " ".join(TEXT[i:] + TEXT[: i + 1]) + f" Note {i}:",
+        "choices": [" yes", " no, it is not", " a b c"],
+        "label": i % 3,
+    }
     for i in range(4)
 ] + [{"text": "Short.", "choices": [" yes", " no", " maybe so"], "label": 1}]
 TASKS = {
