@@ -72,6 +72,8 @@ def check(cfg: DictConfig) -> None:
     name, new = "shape.num_new_tokens", shape.num_new_tokens
     if conf.task.mode == "score":
         name, new = "task.num_scored", conf.task.num_scored
+        if getattr(conf.task, "greedy", False) and not conf.compare:
+            raise ValueError("task=fidelity compares with full: leave compare=true, or use task=perplexity")
     elif getattr(conf.task, "max_answer_tokens", 0) > new:
         name, new = "task.max_answer_tokens", conf.task.max_answer_tokens
     if limit and shape.context_len + new > limit:

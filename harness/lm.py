@@ -83,6 +83,7 @@ class EngineLM(TemplateLM):
         self.engine: Engine | None = None
         self.calls: list[Call] = []
         self.phase = "prefill"
+        self.truncated = False  # whether a prompt has lost its front to the model's limit
 
     @property
     def eot_token_id(self) -> int:
@@ -110,7 +111,9 @@ class EngineLM(TemplateLM):
         if room < 1:
             raise ValueError(f"the task generates {max_gen_tokens} tokens, the model allows {self.max_length} in all")
         bos = getattr(self.tokenizer, "bos_token", None)
-        return list(self.tokenizer.encode(string, add_special_tokens=not (bos and string.startswith(bos))))[-room:]
+        ids = list(self.tokenizer.encode(string, add_special_tokens=not (bos and string.startswith(bos))))
+        self.truncated = self.truncated or len(ids) > room
+        return ids[-room:]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -164,6 +167,7 @@ class EngineLM(TemplateLM):
             raise ValueError(
                 f"a continuation of {len(continuation)} tokens cannot be scored: it needs 1 to {self.max_length} tokens"
             )
+        self.truncated = self.truncated or excess > 0
         return context[max(0, excess) :], continuation
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:

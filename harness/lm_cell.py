@@ -7,6 +7,7 @@ are what lm-eval's own evaluate() makes of the recorded responses, so filters, m
 import dataclasses
 import math
 import statistics
+import sys
 from collections.abc import Iterator
 
 from lm_eval.api.model import LM
@@ -19,6 +20,7 @@ from harness.stats import worst_task
 from methods.base import Budgeted
 from tasks.lm_eval import Document
 
+GENERATE = "generate_until"
 BOOTSTRAP_ITERS = 1000  # only for the errors of metrics without a formula, such as F1 or perplexity
 
 
@@ -51,6 +53,13 @@ class LmEvalSide(Side):
         bos = self.tokenizer.bos_token_id
         if bos is not None and any(document.prompt_ids[:2] == [bos, bos] for document in documents):
             self.row.flags.append("double_bos")
+        if self.lm.truncated:
+            self.row.flags.append("truncated")
+        penalty = getattr(getattr(self.model, "generation_config", None), "repetition_penalty", None)
+        if penalty not in (None, 1.0) and any(document.requests[0].request_type == GENERATE for document in documents):
+            print(
+                f"note: the model's generation_config sets repetition_penalty={penalty}; this is plain greedy", file=sys.stderr
+            )
 
     def run(self, group: list[Side]) -> Iterator[None]:
         """One document per turn; the first `repeats` are always run, for their times."""

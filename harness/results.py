@@ -13,7 +13,7 @@ from pathlib import Path
 
 STATUSES = ("ok", "oom_prefill", "oom_decode", "invalid", "nan", "timeout", "failed")
 FLAGS = ("noop", "untrained", "baseline_broken", "short_decode", "simulated", "not_interleaved", "noisy", "few_prefills")
-FLAGS += ("partly_noop", "double_bos")
+FLAGS += ("partly_noop", "double_bos", "truncated")
 
 
 @dataclass

@@ -94,9 +94,7 @@ class LmEval(Task):
             manager = task_manager(str(path.parent))
             name = next((name for name, entry in manager.task_index.items() if entry.yaml_path == path), None)
             if name is None:
-                raise ValueError(
-                    f"task.name={self.name} is no lm-eval task file: it needs task: <name> and what lm-eval asks for"
-                )
+                raise ValueError(f"task.name={self.name} is no lm-eval task file: it needs a line task: <name>")
         else:
             manager, name = task_manager(None), self.name
             if name not in manager.all_tasks:

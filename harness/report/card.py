@@ -32,6 +32,7 @@ FLAG_TEXTS = {
     "few_prefills": "the time to first token comes from fewer than 5 prefills",
     "partly_noop": "some prompts are too short for the budget and were kept whole: num_noop of num_samples",
     "double_bos": "prompts begin with two BOS, as lm-eval builds them for this tokenizer",
+    "truncated": "prompts longer than the model allows lost their front",
     "not_interleaved": "full and the method were timed one after the other, not in turns",
 }
 QUESTION_TEXTS = {"visible": "compression has seen it", "hidden": "compression has not seen it"}

@@ -205,3 +205,19 @@ def test_shapes_are_what_is_run(loaded):
     lm.answer(request)
     assert [call.prompt_len for call in lm.calls] == [len(prompt) for prompt, _ in lm.shapes(request)]
     assert DOCS
+
+
+def test_real_model_is_lm_evals(smollm2):
+    """Values to 1e-3 and the same greedy text, on the default model."""
+    prompt = "The capital of France is Paris. The capital of Italy is Rome. The capital of Spain is"
+    pairs = [(prompt, " Madrid"), (prompt, " Lisbon, as everybody knows"), ("", "Once upon a time")]
+    loaded = smollm2.model, smollm2.tokenizer
+    ours, theirs = engine_lm(loaded, context_len=8), HFLM(pretrained=loaded[0], tokenizer=loaded[1], batch_size=1, device="cpu")
+    requests = instances("loglikelihood", *pairs)
+    found, expected = ours.loglikelihood(requests), theirs.loglikelihood(requests)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
+    requests = instances("generate_until", (prompt, {"until": ["."], "max_gen_toks": 12}))
+    assert ours.generate_until(requests) == theirs.generate_until(requests)
+    requests = instances("loglikelihood_rolling", (prompt,))
+    assert ours.loglikelihood_rolling(requests) == pytest.approx(theirs.loglikelihood_rolling(requests), abs=1e-3)
