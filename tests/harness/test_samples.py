@@ -125,3 +125,13 @@ def test_other_code_starts_anew(tmp_path, monkeypatch):
     run_here(tmp_path / "a", monkeypatch, "task.num_samples=4")
     monkeypatch.setattr(cell, "code_hash", lambda: "0" * 12)
     assert run_here(tmp_path / "a", monkeypatch, "task.num_samples=4").num_resumed == 0
+
+
+def test_a_reused_full_row_is_compared_sample_by_sample(tmp_path, monkeypatch, capsys):
+    common = ("task.num_samples=4", "sparsity=0.5")
+    fresh = run_here(tmp_path / "a", monkeypatch, "method=window", *common)
+    reused = run_here(tmp_path / "a", monkeypatch, "method=streaming_llm", *common)
+    assert "reused" in capsys.readouterr().out
+    assert fresh.num_pairs == reused.num_pairs == 4 and reused.output_len_diff is not None
+    assert reused.verdict is None and "baseline_broken" in reused.flags, "random weights answer nothing: no win, no loss"
+    assert reused.accuracy_diff_low <= reused.accuracy_diff <= reused.accuracy_diff_high
