@@ -4,6 +4,7 @@ Each side (full and the method) is warmed up alone, which also gives its memory 
 batch, so that a drifting clock hits both. A side that fails keeps its own typed row, the other goes on.
 """
 
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -30,6 +31,8 @@ from harness.recurrent import is_recurrent
 from harness.report.card import print_card
 from harness.report.progress import Progress
 from harness.results import Row, write_atomic
+from harness.samples import SampleLog
+from harness.stats import compare, mean_and_stderr
 from harness.step import choose_step
 from kernels.check import choose
 from methods.base import Budgeted
@@ -45,9 +48,8 @@ WARM_UP_STEPS = 8
 NOISY = 3  # p95 over median of the step times above which something else had the machine
 DONE = object()
 # what can change a measured value; the card, W&B and the command line cannot
-MEASURING_CODE = [
-    f"harness/{name}.py" for name in ("cell", "engine", "hf", "ledger", "models", "recurrent", "sliding", "step", "timing")
-]
+MEASURED_IN = ("cell", "engine", "hf", "ledger", "lm", "lm_cell", "models", "recurrent", "sliding", "step", "timing")
+MEASURING_CODE = [f"harness/{name}.py" for name in MEASURED_IN]
 MEASURING_CODE += ["methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py", "assets/*/calibration.json"]
 
 
@@ -63,9 +65,15 @@ def check(cfg: DictConfig) -> None:
     dtype = models.pick_dtype(conf.model.dtype, device.type)
     shape = conf.shape
     limit = longest_context(config, conf.method)
+    if conf.task.mode == "lm_eval":
+        # prompt lengths are only known with the tokenizer: what cannot be planned for the longest possible one never can
+        conf.task.check(shape)
+        shape = dataclasses.replace(shape, context_len=(limit or 1 << 20) - 1, num_new_tokens=1)
     name, new = "shape.num_new_tokens", shape.num_new_tokens
     if conf.task.mode == "score":
         name, new = "task.num_scored", conf.task.num_scored
+        if getattr(conf.task, "greedy", False) and not conf.compare:
+            raise ValueError("task=fidelity compares with full: leave compare=true, or use task=perplexity")
     elif getattr(conf.task, "max_answer_tokens", 0) > new:
         name, new = "task.max_answer_tokens", conf.task.max_answer_tokens
     if conf.task.num_turns > 1:
@@ -129,11 +137,15 @@ def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
         for tensor in loaded.model.parameters():
             tensor.sum()  # weights on a CPU are memory-mapped: resident once they have been read
         peak_load = timing.peak_bytes(device)
-        side = Side(cfg, loaded, peak_load, reproduce)
+        make_side = Side
+        if conf.task.mode == "lm_eval":
+            # imported late: lm-eval takes seconds
+            from harness.lm_cell import LmEvalSide as make_side
+        side = make_side(cfg, loaded, peak_load, reproduce)
         full, note = None, None
         if cfg.compare and side.name != "full":
             full_cfg = full_cell(cfg)
-            full = Side(full_cfg, loaded, peak_load, command_of_full(reproduce))
+            full = make_side(full_cfg, loaded, peak_load, command_of_full(reproduce))
             if stored := find_row(full.row) if full.task.mode != "score" else None:
                 full.row, note = (
                     stored,
@@ -148,6 +160,10 @@ def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
         for row in (baseline.row, side.row):
             if "baseline_broken" not in row.flags:
                 row.flags.append("baseline_broken")
+    if full and side.row.status == "ok" == full.row.status:
+        side.compare_with(full)
+        if "baseline_broken" in side.row.flags:
+            side.row.verdict = None
     if models.rank():
         # all ranks measure the same, the first one reports it
         return side.row
@@ -186,7 +202,7 @@ def measure(sides: list["Side"], progress: Progress) -> None:
             side.row.flags.append("not_interleaved")
     progress.start(sum(side.num_rounds for side in alive))
     for group in groups:
-        turns = {side: side.run(group[0]) for side in group}
+        turns = {side: side.run(group) for side in group}
         while turns:
             for side in list(turns):
                 progress.advance(side.name)
@@ -235,7 +251,7 @@ class Side:
         self.row.peak_load_bytes = peak_load
         self.row.weights_bytes = hf.weight_bytes(loaded.model)
         self.row.device_name = timing.device_name(self.device)
-        self.row.versions = versions() | {"weights": loaded.source}
+        self.row.versions = versions() | {"weights": loaded.source} | self.task.versions()
         self.row.code_hash = code_hash()
         self.row.git_commit = git_commit()
         self.row.memory_class = "fixed_state" if self.recurrent else self.method.memory_class
@@ -246,13 +262,14 @@ class Side:
         self.compress_ms: list[float] = []
         self.step_ms: list[float] = []
         self.num_timed = 0
-        self.scores: list[float] = []
-        self.scores_by: dict[str, list[float]] = {}
-        self.output_lens: list[int] = []
-        self.logprobs: list[float] = []
-        self.agreement: list[Tensor] = []
-        self.kl: list[Tensor] = []
+        # logits of full for the forced tokens of this turn, and its own greedy continuation with theirs
         self.full_logits: Tensor | None = None
+        self.greedy: tuple[Tensor, Tensor] | None = None
+        self.log = SampleLog(
+            STORE / f"{self.row.config_hash}.samples.jsonl",
+            {name: getattr(self.row, name) for name in ("code_hash", "device_name", "versions")},
+        )
+        self.recorded: dict[str, dict] = {}
 
     def guard(self, step, *args) -> bool:
         """Run one step; an exception becomes the row's status. Returns whether it went well."""
@@ -320,6 +337,7 @@ class Side:
         self.num_drawn = len(drawn)
         self.batches = [filled[i : i + size] for i in range(0, len(filled), size)]
         self.num_rounds = max(len(self.batches), self.shape.repeats)
+        self.recall(drawn)
         longest_script = max(len(sample.script()[0]) for sample in drawn)
         answer = 0 if self.task.mode == "score" else max(self.shape.num_new_tokens, *(s.max_answer_tokens for s in drawn))
         self.max_new_tokens = longest_script + answer
@@ -330,6 +348,16 @@ class Side:
                 f"shape.context_len={self.shape.context_len} and the later turns are {over} tokens more than the model allows; "
                 f"longest here: shape.context_len={max(self.shape.context_len - over, 0)}"
             )
+
+    def recall(self, drawn: list[Sample]) -> None:
+        """Samples that an earlier run of this cell has finished."""
+        logged = self.log.read()
+        known = [sample for sample in drawn if logged.get(sample.id, {}).get("prompt_sha") == sample.meta.get("prompt_sha")]
+        self.recorded = {sample.id: logged[sample.id] for sample in known if sample.id in logged}
+
+    def is_recorded(self, turn: int) -> bool:
+        """Whether every sample of a batch is in the log."""
+        return turn < len(self.batches) and all(sample.id in self.recorded for sample in self.batches[turn])
 
     def build(self) -> Engine:
         return recurrent.engine_class(self.model.config)(
@@ -345,13 +373,39 @@ class Side:
             prefill_chunk=self.shape.prefill_chunk,
         )
 
-    def run(self, reference: "Side") -> Iterator[None]:
-        """One batch per turn. `reference` is the full side that took its turn just before (or this side itself)."""
+    def run(self, group: list["Side"]) -> Iterator[None]:
+        """One batch per turn. group[0] is the full side that took its turn just before (or this side itself).
+
+        Batches whose samples an earlier run has logged are taken from there, except the first, which are timed.
+        """
         self.phase = "prefill"
         engine = self.build()
+        # scoring compares logits, so all sides must be in the same batch
+        together = group if self.task.mode == "score" else [self]
         for turn in range(self.num_rounds):
-            self.one_round(engine, turn, reference)
+            if turn >= self.shape.repeats and all(side.is_recorded(turn) for side in together):
+                self.resume(turn)
+            else:
+                self.one_round(engine, turn, group[0])
             yield
+
+    def resume(self, turn: int) -> None:
+        """A batch's samples from the log."""
+        for number in self.fresh(turn):
+            self.samples.append(self.recorded[self.batches[turn][number].id])
+            self.row.num_resumed = (self.row.num_resumed or 0) + 1
+
+    def fresh(self, turn: int) -> range:
+        """Which of a batch's samples count: neither repeats nor those that fill up the last batch."""
+        size = self.shape.batch_size
+        return range(max(0, min(size, self.num_drawn - turn * size)))
+
+    def keep(self, line: dict) -> None:
+        """A finished sample into the row and, at once, into the log."""
+        line |= {"status": "ok"}
+        self.samples.append(line)
+        if self.recorded.get(line["id"]) != line:
+            self.log.append(line)
 
     def one_round(self, engine: Engine, turn: int, reference: "Side") -> None:
         batch = self.batches[turn % len(self.batches)]
@@ -373,14 +427,18 @@ class Side:
             self.compress_ms.append(engine.compress_clock.total_ms())
         self.phase = "decode"
         steps = timing.Clock(self.device)
-        fresh = range(turn * len(batch), min((turn + 1) * len(batch), self.num_drawn))
+        fresh = self.fresh(turn)
         fed, waited = set(), 0.0  # steps that are fed and not decoded; the time of those before the first answer
         if self.task.mode == "score":
             forced, forced_lens = pad([sample.forced_ids for sample in batch])
+            greedy = getattr(self.task, "greedy", False) and turn < len(self.batches)
+            start = engine.snapshot() if greedy else None
             logprobs, logits = engine.score(forced, steps, keep_logits=True)
             if turn < len(self.batches):
-                self.compare_logits(logits[: len(fresh)], reference)
-                self.keep_scored(batch[: len(fresh)], logprobs, forced_lens)
+                fidelity = self.fidelity(logits, reference, forced_lens)
+                if greedy:
+                    fidelity = self.add_acceptance(fidelity, engine, start, reference, forced.shape[1])
+                self.keep_scored(batch[: len(fresh)], logprobs, forced_lens, fidelity)
         else:
             script, _ = pad([sample.script()[0] for sample in batch], FREE)
             num_tokens = self.shape.num_new_tokens if timed else max(sample.max_answer_tokens for sample in batch)
@@ -399,21 +457,42 @@ class Side:
             self.num_timed += 1
             self.step_ms += [ms for step, ms in enumerate(steps.durations_ms()) if step not in fed]
 
-    def compare_logits(self, logits: Tensor, reference: "Side") -> None:
-        """Fidelity to full on the same forced tokens, logits [B, n, V]."""
+    def fidelity(self, logits: Tensor, reference: "Side", lengths: list[int]) -> list[dict]:
+        """Per sample, how near logits [B, n, V] are to full's on the same forced tokens; empty dicts where this is full."""
         self.full_logits = logits if reference is self else None
         if reference is self or reference.full_logits is None:
-            return
+            return [{} for _ in lengths]
         own, full = logits.log_softmax(-1), reference.full_logits.log_softmax(-1)
-        self.agreement.append((own.argmax(-1) == full.argmax(-1)).float().mean())
-        self.kl.append((full.exp() * (full - own)).sum(-1).mean())
+        agrees = (own.argmax(-1) == full.argmax(-1)).double()
+        kl = (full.exp() * (full - own)).sum(-1).double()
+        # the first token is predicted by the dense prefill, whatever the cache keeps
+        counted = [slice(min(1, length - 1), length) for length in lengths]
+        return [
+            {"top1_agreement": float(agrees[i, part].mean()), "kl_nats": float(kl[i, part].mean())}
+            for i, part in enumerate(counted)
+        ]
 
-    def keep_scored(self, batch: list[Sample], logprobs: Tensor, lengths: list[int]) -> None:
-        for sample, line, length in zip(batch, logprobs.tolist(), lengths, strict=False):
+    def add_acceptance(self, found: list[dict], engine: Engine, start, reference: "Side", num_tokens: int) -> list[dict]:
+        """Fidelity on full's own greedy continuation: the share of it that the method as a draft would have proposed."""
+        engine.restore(start)
+        if reference is self:
+            tokens = engine.decode(num_tokens)
+            engine.restore(start)
+            self.greedy = tokens, engine.score(tokens, keep_logits=True)[1]
+            return found
+        if reference.greedy is None:
+            return found
+        tokens, full = reference.greedy
+        own = engine.score(tokens, keep_logits=True)[1]
+        agrees = (own.argmax(-1) == full.argmax(-1)).double()[:, min(1, num_tokens - 1) :].mean(-1)
+        return [line | {"acceptance_rate": float(rate)} for line, rate in zip(found, agrees, strict=True)]
+
+    def keep_scored(self, batch: list[Sample], logprobs: Tensor, lengths: list[int], fidelity: list[dict]) -> None:
+        for sample, line, length, near in zip(batch, logprobs.tolist(), lengths, fidelity, strict=False):
             if not all(math.isfinite(value) for value in line[:length]):
                 raise NonFinite(f"{self.name}: a log-probability is not finite")
-            self.logprobs += line[:length]
-            self.samples.append({"id": sample.id, "nll_nats": -sum(line[:length]) / length, "num_tokens": length} | sample.meta)
+            loss = {"nll_nats": -sum(line[:length]) / length, "num_tokens": length}
+            self.keep({"id": sample.id} | loss | near | sample.meta)
 
     def keep_answers(self, batch: list[Sample], tokens: list[list[int]]) -> None:
         for sample, line in zip(batch, tokens, strict=True):
@@ -428,13 +507,11 @@ class Side:
                 turns.append(said)
             scores = [said["score"] for said in turns]
             groups = breakdown(sample, scores) + [part for said in turns for part in said.get("parts", {}).items()]
-            for name, score in groups:
-                self.scores_by.setdefault(name, []).append(score)
-            self.scores.append(statistics.fmean(scores))
-            self.output_lens += [said["output_len"] for said in turns]
-            # one turn lies flat in the line; several stand in a list, with their mean score beside it
-            said = turns[0] if len(turns) == 1 else {"score": self.scores[-1], "turns": turns}
-            self.samples.append({"id": sample.id} | said | sample.meta)
+            if len(turns) > 1:
+                # one turn lies flat in the line; several stand in a list, with their means beside it
+                mean_len = statistics.fmean(said["output_len"] for said in turns)
+                said = {"score": statistics.fmean(scores), "output_len": mean_len, "turns": turns}
+            self.keep({"id": sample.id} | said | {"by": [list(group) for group in groups]} | sample.meta)
 
     def summarise(self) -> None:
         """Samples and times into the row."""
@@ -453,42 +530,67 @@ class Side:
             row.flags.append("few_prefills")
         if row.tpot_ms_p95 > NOISY * row.tpot_ms_p50:
             row.flags.append("noisy")
-        if self.scores:
-            row.accuracy, row.num_samples = statistics.fmean(self.scores), len(self.scores)
-            row.output_len_mean = statistics.fmean(self.output_lens)
-            if len(self.scores) > 1:
-                row.accuracy_stderr = statistics.stdev(self.scores) / len(self.scores) ** 0.5
-            row.accuracy_by = {name: statistics.fmean(self.scores_by[name]) for name in sorted(self.scores_by)}
-        if self.logprobs:
-            row.perplexity = float(torch.tensor(self.logprobs, dtype=torch.float64).mean().neg().exp())
-            row.num_samples = len(self.samples)
-        if self.kl:
-            row.top1_agreement, row.kl_nats = (
-                float(torch.stack(self.agreement).mean()),
-                float(torch.stack(self.kl).mean()),
-            )
+        self.summarise_samples()
         row.method_facts = self.method.stored_facts() | self.method.facts()
         row.flags += [flag for flag in self.method.flags() if flag not in row.flags]
         if row.method_facts.get("calibration_weights", row.versions["weights"]) != row.versions["weights"]:
             row.flags.append("foreign_calibration")
         row.status = "ok"
 
+    def summarise_samples(self) -> None:
+        """Accuracy, perplexity and fidelity into the row."""
+        row = self.row
+        column = lambda name: [line[name] for line in self.samples if line.get(name) is not None]  # noqa: E731
+        if self.samples:
+            row.num_samples, row.num_resumed = len(self.samples), row.num_resumed or 0
+        if scores := column("score"):
+            row.accuracy, row.accuracy_stderr = mean_and_stderr(scores)
+        by_group: dict[str, list[float]] = {}
+        for name, score in (pair for line in self.samples for pair in line.get("by", ())):
+            by_group.setdefault(name, []).append(score)
+        row.accuracy_by = {name: statistics.fmean(by_group[name]) for name in sorted(by_group)}
+        if losses := column("nll_nats"):
+            counts = column("num_tokens")
+            row.perplexity = math.exp(sum(map(math.prod, zip(losses, counts, strict=True))) / sum(counts))
+        for name, key in (
+            ("output_len_mean", "output_len"),
+            *((name, name) for name in ("top1_agreement", "kl_nats", "acceptance_rate")),
+        ):
+            if values := column(key):
+                setattr(row, name, statistics.fmean(values))
+
+    def compare_with(self, full: "Side") -> None:
+        """Paired statistics against full's samples into the row; a reused full row has them in its log."""
+        theirs = full.samples or list(full.log.read().values())
+        shas = {line["id"]: line.get("prompt_sha") for line in theirs}
+        own = [line for line in self.samples if shas.get(line["id"], ()) == line.get("prompt_sha")]
+        row = self.row
+        scores, full_scores = (
+            {line["id"]: line["score"] for line in lines if line.get("score") is not None} for lines in (own, theirs)
+        )
+        if found := compare(scores, full_scores, self.seed):
+            row.accuracy_diff, row.accuracy_diff_low, row.accuracy_diff_high = found.diff, found.low, found.high
+            row.num_pairs, row.verdict = found.num_pairs, found.verdict
+        lengths = {line["id"]: line["output_len"] for line in theirs if line.get("output_len") is not None}
+        changes = [line["output_len"] - lengths[line["id"]] for line in own if line["id"] in lengths]
+        if changes:
+            row.output_len_diff = statistics.fmean(changes)
+
     def save(self, out_dir: Path | None) -> None:
         """Row and samples into out_dir, and finished rows into the store."""
-        folders = [] if out_dir is None else [(out_dir / "row.json", out_dir / "samples.jsonl")]
-        if self.row.status == "ok":
-            stem = STORE / self.row.config_hash
-            folders.append((stem.with_suffix(".json"), stem.with_suffix(".samples.jsonl")))
         lines = "".join(json.dumps(sample) + "\n" for sample in self.samples)
-        for row_file, samples_file in folders:
+        files = [] if out_dir is None else [(out_dir / "samples.jsonl", lines), (out_dir / "row.json", self.row.to_json())]
+        if self.row.status == "ok":
+            # its samples are in the log beside it already
+            files.append((STORE / f"{self.row.config_hash}.json", self.row.to_json()))
+        for path, text in files:
             try:
-                write_atomic(samples_file, lines)
-                write_atomic(row_file, self.row.to_json())
+                write_atomic(path, text)
             except OSError as err:
                 # without its own folder there is no row; the store is only a convenience
-                if row_file.parent != STORE:
+                if path.parent != STORE:
                     raise
-                print(f"warning: {row_file} cannot be written ({err}): full will be measured again", file=sys.stderr)
+                print(f"warning: {path} cannot be written ({err}): full will be measured again", file=sys.stderr)
         if self.traceback and out_dir:
             write_atomic(out_dir / "traceback.txt", self.traceback)
 

@@ -203,6 +203,12 @@ def choice_of(node: DictConfig) -> str:
     return OmegaConf.get_type(node).__module__.rpartition(".")[2]
 
 
+def task_name(task: DictConfig) -> str:
+    """The name shown for a task; where it stands for many, with the one chosen: lm_eval:gsm8k."""
+    chosen = task.get("name")
+    return f"{choice_of(task)}:{Path(chosen).stem}" if chosen else choice_of(task)
+
+
 def model_name(model: ModelConf | DictConfig) -> str:
     """The name shown for a model: the last part of its path where one is given."""
     return Path(model.path).name if model.path else model.name
@@ -232,7 +238,7 @@ def blank_row(cfg: DictConfig, reproduce: str) -> Row:
         model=model_name(cfg.model),
         method=choice_of(cfg.method),
         knobs=OmegaConf.to_container(cfg.method, resolve=True),
-        task=choice_of(cfg.task),
+        task=task_name(cfg.task),
         question=cfg.task.get("question", ""),
         sparsity=cfg.method.get("sparsity"),
         kv_budget=cfg.method.get("kv_budget"),
@@ -466,5 +472,6 @@ def _ignored(overrides: list[str], cfg: DictConfig) -> list[str]:
     read = {key for key, group in SHARED.items() if key in cfg[group] and OmegaConf.is_interpolation(cfg[group], key)}
     if {"sparsity", "kv_budget"} <= given & read and cfg.kv_budget is not None:
         raise ConfigError("sparsity and kv_budget are two ways to set the same bytes: give only one of them")
-    unread = [key for key in SHARED if key in given - read]
-    return [f"warning: {SHARED[key]}={choice_of(cfg[SHARED[key]])} ignores {key}" for key in unread]
+    unread = {key: SHARED[key] for key in SHARED if key in given - read}
+    unread |= {key: "task" for key in OmegaConf.get_type(cfg.task).unread if key in given}
+    return [f"warning: {group}={choice_of(cfg[group])} ignores {key}" for key, group in unread.items()]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import hf
-from harness.ledger import WORKSPACE, Ledger, measure
+from harness.ledger import WORKSPACE, Ledger, held_storages, measure
 from harness.step import FusedStep, ModuleStep
 from harness.timing import Clock, Stopwatch
 from methods.base import Budgeted, Method, Spec
@@ -91,13 +91,13 @@ class Engine:
         self.steps_left = self.num_steps = 0  # steps that may still come, and those since prefill
 
     @torch.inference_mode()
-    def prefill(self, input_ids: Tensor, lengths: Tensor | list[int] | None = None) -> Tensor:
+    def prefill(self, input_ids: Tensor, lengths: Tensor | list[int] | None = None, keep_logits: bool = False):
         """Prompts into the cache, one sequence at a time; any earlier content is forgotten.
 
         Args:
             input_ids: [B, T], right-padded; lengths: [B] prompt lengths (None: all T). Padding is cut off before the model.
         Returns:
-            logits [B, V] of each prompt's last token.
+            logits [B, V] of each prompt's last token, or with keep_logits those of all its tokens, a list of [T, V].
         """
         lengths = [input_ids.shape[1]] * len(input_ids) if lengths is None else [int(n) for n in lengths]
         if len(input_ids) != self.spec.batch_size or len(lengths) != self.spec.batch_size:
@@ -105,22 +105,23 @@ class Engine:
         if not 1 <= min(lengths) <= max(lengths) <= min(self.spec.context_len, input_ids.shape[1]):
             raise ValueError(f"prompt lengths {lengths} must lie in 1 .. {self.spec.context_len} (max_prompt_len)")
         self.method.step = {}
-        last = [self.prefill_one(seq, input_ids[seq, :length]) for seq, length in enumerate(lengths)]
+        kept = [self.prefill_one(seq, input_ids[seq, :length], keep_logits) for seq, length in enumerate(lengths)]
+        last = [logits[:, -1] for logits in kept] if keep_logits else kept
         self.seen.copy_(torch.tensor(lengths))
         self.steps_left, self.num_steps = self.spec.max_new_tokens, 0
         self.logits.copy_(torch.cat(last))
         self.token.copy_(self.logits.argmax(-1))
         self.start = self.seen.clone(), self.token.clone()
-        return self.logits.clone()
+        return [logits[0] for logits in kept] if keep_logits else self.logits.clone()
 
     @torch.inference_mode()
-    def prefill_one(self, seq: int, prompt: Tensor) -> Tensor:
-        """One prompt [T] into the slots of sequence `seq`, layer by layer; logits [1, V]. prefill() is what callers want."""
+    def prefill_one(self, seq: int, prompt: Tensor, keep_all: bool = False) -> Tensor:
+        """One prompt [T] into the slots of sequence `seq`, layer by layer; logits [1, V], or [1, T, V] with keep_all."""
         prompt = prompt.to(self.spec.device)
         self.method.begin_prefill(seq, prompt)
-        *_, logits = self._chunks(seq, prompt, 1)
+        chunks = list(self._chunks(seq, prompt, 0 if keep_all else 1))
         self.method.end_prefill(seq)
-        return logits[:, -1]
+        return torch.cat(chunks, 1) if keep_all else chunks[-1][:, -1]
 
     def _chunks(self, seq: int, tokens: Tensor, num_logits: int) -> Iterator[Tensor]:
         """Tokens [T] through the model in chunks; yields the last `num_logits` (0: all) logits of each, [1, n, V]."""
@@ -178,6 +179,21 @@ class Engine:
         self.seen.copy_(self.start[0])
         self.token.copy_(self.start[1])
         self.steps_left = self.spec.max_new_tokens
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Memory of the cache that a step may change."""
+        return [storage for method in self.methods for storage in held_storages(method).values()]
+
+    def snapshot(self) -> list:
+        """A copy of all that a step changes, for restore(): the method's tensors too, since a step moves a ring on."""
+        storages = [*self.storages(), *(tensor.untyped_storage() for tensor in (self.seen, self.token, self.logits))]
+        return [self.steps_left, self.num_steps, [(storage, storage.clone()) for storage in storages]]
+
+    def restore(self, snapshot: list) -> None:
+        """Back to where snapshot() was taken, as often as wanted, until the next prefill."""
+        self.steps_left, self.num_steps, copies = snapshot
+        for storage, copy in copies:
+            storage.copy_(copy)
 
     def decode(self, num_tokens: int, clock: Clock | None = None, forced: Tensor | None = None) -> Tensor:
         """Greedy tokens [B, num_tokens]; end-of-sequence is not a stop.

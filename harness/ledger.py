@@ -9,7 +9,7 @@ import gc
 import types
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from methods.base import Method, Spec
 
@@ -53,12 +53,12 @@ def measure(method: Method) -> Ledger:
         for tensor, size in layer.slots.headroom(method.planned.layer_slots(layer.layer_idx)[1]):
             pointer = tensor.untyped_storage().data_ptr()
             free[pointer] = free.get(pointer, 0) + size
-    step_storages = held_storages(method.step)
+    step_storages = held_bytes(method.step)
     if sum(step_storages.values()) <= WORKSPACE_LIMIT * len(method.layers) * method.spec.batch_size:
         # more than that is no step's workspace and counts like any other tensor
         kind_of = dict.fromkeys(step_storages, WORKSPACE) | kind_of
     kinds: dict[str, int] = {}
-    for pointer, size in held_storages(method).items():
+    for pointer, size in held_bytes(method).items():
         kind, room = kind_of.get(pointer, UNDECLARED), free.get(pointer, 0)
         for name, part in ((kind, size - room), (HEADROOM, room)):
             if part:
@@ -66,9 +66,14 @@ def measure(method: Method) -> Ledger:
     return Ledger(kinds)
 
 
-def held_storages(root) -> dict[int, int]:
+def held_bytes(root) -> dict[int, int]:
     """Bytes of every storage that can be reached from root, by data pointer."""
-    storages: dict[int, int] = {}
+    return {pointer: storage.nbytes() for pointer, storage in held_storages(root).items()}
+
+
+def held_storages(root) -> dict[int, UntypedStorage]:
+    """Every storage that can be reached from root, by data pointer."""
+    storages: dict[int, UntypedStorage] = {}
     seen: set[int] = set()
     stack = [root]
     while stack:
@@ -78,7 +83,7 @@ def held_storages(root) -> dict[int, int]:
         seen.add(id(item))
         if isinstance(item, Tensor):
             storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage
             stack.append(vars(item))
         elif isinstance(item, types.FunctionType):
             # what it closes over, not the globals of its module
@@ -86,4 +91,4 @@ def held_storages(root) -> dict[int, int]:
         elif not isinstance(item, type | types.ModuleType | Spec):
             # the spec leads to the model, which is not the method's
             stack.extend(gc.get_referents(item))
-    return {pointer: size for pointer, size in storages.items() if size}
+    return {pointer: storage for pointer, storage in storages.items() if storage.nbytes()}

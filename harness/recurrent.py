@@ -115,29 +115,32 @@ class RecurrentEngine(Engine):
             state[-1].fill_(RWKV_LOWEST)
         return state
 
-    def _forward(self, input_ids: Tensor, state) -> Tensor:
-        """Logits [B, V] of the last of input_ids [B, n]; the state goes on in place."""
+    def _forward(self, input_ids: Tensor, state, num_logits: int = 1) -> Tensor:
+        """Logits [B, n, V] of the last `num_logits` (0: all) of input_ids; the state goes on in place."""
         given = {"state" if isinstance(state, list) else "cache_params": state}
-        return self.model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **given).logits[:, -1]
+        return self.model(input_ids=input_ids, use_cache=True, logits_to_keep=num_logits, **given).logits
 
     @torch.inference_mode()
-    def prefill_one(self, seq: int, prompt: Tensor) -> Tensor:
+    def prefill_one(self, seq: int, prompt: Tensor, keep_all: bool = False) -> Tensor:
         state = self._new_state(1)
-        for chunk in prompt.to(self.spec.device).split(self.prefill_chunk):
-            logits = self._forward(chunk[None], state)
+        parts = prompt.to(self.spec.device).split(self.prefill_chunk)
+        chunks = [self._forward(part[None], state, 0 if keep_all else 1) for part in parts]
         for whole, one in zip(tensors_of(self.state), tensors_of(state), strict=True):
             whole[seq] = one[0]
-        return logits
+        return torch.cat(chunks, 1) if keep_all else chunks[-1][:, -1]
 
     @torch.inference_mode()
     def _launch(self) -> None:
-        logits = self._forward(self.token[:, None], self.state)
+        logits = self._forward(self.token[:, None], self.state)[:, 0]
         self.logits.copy_(logits)
         self.token.copy_(logits.argmax(-1))
         self.seen += 1
 
     def stream(self, token_ids: Tensor) -> Tensor:
         raise ValueError("stream() is for KV caches; a recurrent model's prompt may be of any length as it is")
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        return [tensor.untyped_storage() for tensor in tensors_of(self.state)]
 
     def ledger(self) -> Ledger:
         return Ledger({"state": sum(tensor.untyped_storage().nbytes() for tensor in tensors_of(self.state))})

@@ -23,6 +23,9 @@ FLAGS = (
     "few_prefills",
     "slow_kernels",
     "foreign_calibration",
+    "partly_noop",
+    "double_bos",
+    "truncated",
 )
 
 
@@ -84,11 +87,24 @@ class Row:
     accuracy: float | None = None
     accuracy_stderr: float | None = None
     accuracy_by: dict[str, float] = field(default_factory=dict)  # mean score by turn, depth, kind or instruction
+    metric: str = ""  # what accuracy is, where the task has several
     num_samples: int | None = None
+    num_resumed: int | None = None  # of them from the log of an earlier run of this cell; times are this run's
+    num_noop: int | None = None  # of them with a prompt that the budget covers whole, in tasks with prompts of many lengths
     output_len_mean: float | None = None
+    # against full on the same samples, in units of accuracy: mean difference and the 95 % interval of a paired bootstrap
+    accuracy_diff: float | None = None
+    accuracy_diff_low: float | None = None
+    accuracy_diff_high: float | None = None
+    num_pairs: int | None = None
+    verdict: str | None = None  # better, worse, same (the interval holds 0), unclear (it does not, but under 6 differ)
+    worst_task: str | None = None  # of a group of tasks, the one that loses most against full
+    worst_task_diff: float | None = None
+    output_len_diff: float | None = None  # tokens
     perplexity: float | None = None
     top1_agreement: float | None = None
     kl_nats: float | None = None
+    acceptance_rate: float | None = None  # share of full's own greedy tokens that the method would have drafted
 
     config_hash: str = ""
     code_hash: str = ""

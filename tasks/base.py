@@ -56,6 +56,7 @@ class Task:
     """Base of all tasks. `mode`: "generate" (answer, then `score`), "score" (logprobs of `forced_ids`) or "speed"."""
 
     mode: ClassVar[str]
+    unread: ClassVar[tuple[str, ...]] = ()  # values of other groups that mean nothing here: giving them is a warning
     num_samples: int
     num_turns: int = 1
 
@@ -65,6 +66,10 @@ class Task:
         ValueError if `context_len` is too short or too long for the task; the message names the limit.
         """
         raise NotImplementedError
+
+    def versions(self) -> dict[str, str]:
+        """Versions of what samples and scores depend on besides the configuration, such as the content of a local file."""
+        return {}
 
     def score(self, turn: Sample | Turn, text: str) -> float:
         """Return the accuracy of a generated `text` in [0, 1]; `turn` is the sample or one of its later turns."""

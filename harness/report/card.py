@@ -31,6 +31,9 @@ FLAG_TEXTS = {
     "noisy": "the slowest steps took over 3 times the median: something else used the machine",
     "few_prefills": "the time to first token comes from fewer than 5 prefills",
     "foreign_calibration": "the method was calibrated on other weights than those that ran",
+    "partly_noop": "some prompts are too short for the budget and were kept whole: num_noop of num_samples",
+    "double_bos": "prompts begin with two BOS, as lm-eval builds them for this tokenizer",
+    "truncated": "prompts longer than the model allows lost their front",
     "not_interleaved": "full and the method were timed one after the other, not in turns",
 }
 QUESTION_TEXTS = {"visible": "compression has seen it", "hidden": "compression has not seen it"}
@@ -80,6 +83,8 @@ def card(row: Row, full: Row | None = None, full_note: str | None = None) -> Gro
         accuracy += [Text(_accuracy(full)), _accuracy_change(row, full)]
         samples += [Text(_plain(full.num_samples)), Text()]
     numbers.add_row(*accuracy)
+    if full and row.verdict:
+        numbers.add_row("  95 % interval", "", "", f"{row.accuracy_diff_low:+.2f} to {row.accuracy_diff_high:+.2f}")
     numbers.add_row(*samples)
     parts.append(numbers)
     if full_note:
@@ -168,10 +173,11 @@ def _lines(row: Row, full: Row | None) -> list[tuple]:
         ("perplexity", "perplexity", LOSS),
         ("same top token as full", "top1_agreement", None),
         ("KL to full, nats", "kl_nats", None),
+        ("draft acceptance", "acceptance_rate", None),
     )
     for label, name, words in quality:
         if any(getattr(one, name) is not None for one in rows):
-            lines.append(line(label, name, _percent if name == "top1_agreement" else _number, words))
+            lines.append(line(label, name, _percent if name in ("top1_agreement", "acceptance_rate") else _number, words))
     return lines
 
 
@@ -195,10 +201,15 @@ def _accuracy(row: Row) -> str:
 
 
 def _accuracy_change(row: Row, full: Row) -> Text:
-    """The difference; `noise` within two standard errors of it, as if the samples were not paired."""
+    """The difference and the verdict of the paired samples; without them `noise` within two standard errors."""
     if row.accuracy is None or full.accuracy is None:
         return Text(DASH)
     gap = row.accuracy - full.accuracy
+    if "baseline_broken" in row.flags:
+        return Text("full fails", style="yellow")
+    if row.verdict:
+        style = {"better": "green", "worse": "red"}.get(row.verdict, "")
+        return Text(row.verdict if row.accuracy_diff == 0 else f"{row.accuracy_diff:+.3f} {row.verdict}", style=style)
     if gap == 0:
         return Text("same")
     noise = hypot(row.accuracy_stderr or 0, full.accuracy_stderr or 0)

@@ -212,3 +212,18 @@ def test_table_names_what_differs():
     assert "! oom_decode" in text and "! noop" in text
     assert "context_len" not in text
     assert drawn([FULL, SPARSE], printer=print_table).count("question") == 0
+
+
+def test_verdict_of_paired_samples_takes_the_place_of_noise():
+    paired = {"accuracy_diff": -0.5, "accuracy_diff_low": -0.8, "accuracy_diff_high": -0.2, "num_pairs": 8}
+    text = drawn(dataclasses.replace(SPARSE, **paired, verdict="worse"), FULL)
+    assert cells(text, "accuracy")[-1].strip() == "-0.500 worse"
+    assert cells(text, "95 % interval")[-1].strip() == "-0.80 to -0.20"
+    text = drawn(dataclasses.replace(SPARSE, **(paired | {"accuracy_diff": 0.0}), verdict="same"), FULL)
+    assert cells(text, "accuracy")[-1].strip() == "same"
+
+
+def test_no_win_against_a_broken_baseline():
+    broken = dataclasses.replace(FULL, accuracy=0.1, flags=["baseline_broken"])
+    text = drawn(dataclasses.replace(SPARSE, accuracy=0.9, flags=["baseline_broken"], verdict=None), broken)
+    assert cells(text, "accuracy")[-1].strip() == "full fails" and "better" not in text
