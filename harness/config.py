@@ -12,9 +12,9 @@ import pkgutil
 import re
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 import methods
 import tasks
 from harness.models import ModelConf
+from harness.nearest import did_you_mean
 from harness.results import Row
 from methods.base import Method
 from methods.slots import KV_DTYPES
@@ -42,6 +43,8 @@ QUESTIONS = ("visible", "hidden")
 IMPLS = ("auto", "reference", "triton")
 DECODE_IMPLS = ("auto", "graph", "eager")
 LOGGERS = ("wandb", "none")
+PLANS = ("run", "only")
+RERUNS = ("missing", "failed", "all")
 # top-level values that flow into the method or the task, but only where its yaml takes them
 SHARED = {"sparsity": "method", "kv_budget": "method", "kv_dtype": "method", "question": "task"}
 # what OmegaConf says of a wrong type, and what it wants
@@ -86,8 +89,23 @@ class LoggerConf:
 
 
 @dataclass
+class ThresholdsConf:
+    """What a row must reach, else the exit code is 1. max_kept_ratio: resident bytes over those of the dense cache;
+    max_prediction_error: |resident / predicted - 1|; max_bound_ratio: time per token over the bandwidth bound."""
+
+    min_accuracy: float | None = None
+    max_kept_ratio: float | None = None
+    max_prediction_error: float | None = None
+    max_bound_ratio: float | None = None
+
+
+@dataclass
 class Config:
-    """One cell. `sparsity`, `kv_budget` and `kv_dtype` flow into the method; compare: measure `full` beside it."""
+    """One cell. `sparsity`, `kv_budget` and `kv_dtype` flow into the method; compare: measure `full` beside it.
+
+    plan=only: show what would run; rerun: which cells of a sweep run again though they have a row of this code;
+    cell_timeout_s: after it a cell of a sweep is ended; thresholds: by method, `all` holds for every row.
+    """
 
     model: ModelConf = MISSING
     method: Any = MISSING
@@ -102,12 +120,20 @@ class Config:
     impl: str = "auto"
     decode_impl: str = "auto"
     compare: bool = True
+    plan: str = "run"
+    rerun: str = "missing"
+    cell_timeout_s: float = 14400
+    thresholds: dict[str, ThresholdsConf] = field(default_factory=lambda: {"all": ThresholdsConf()})
 
     def __post_init__(self):
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity={self.sparsity} is outside [0, 1): 0 keeps all, 0.8 drops 80 % of the bytes")
         if self.kv_budget is not None and not 0 < self.kv_budget <= 1:
             raise ValueError(f"kv_budget={self.kv_budget} is outside (0, 1]: the share of the bf16 full cache's bytes")
+        if self.cell_timeout_s <= 0:
+            raise ValueError(f"cell_timeout_s={self.cell_timeout_s} is too small: give seconds above 0")
+        _one_of("plan", self.plan, PLANS)
+        _one_of("rerun", self.rerun, RERUNS)
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} is negative: use 0 or more")
         _one_of("kv_dtype", self.kv_dtype, ("auto", *KV_DTYPES))
@@ -123,8 +149,8 @@ def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _suggest(word: str, choices) -> str:
     """The end of an error line: the nearest of `choices` and all of them."""
-    near = get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f"{f': did you mean {near[0]}? Valid' if near else '; valid'}: {', '.join(choices)}"
+    guess = did_you_mean(word, choices)
+    return f"{f'{guess} Valid' if guess else '; valid'}: {', '.join(choices)}"
 
 
 def discover(package, base: type) -> dict[str, type]:
@@ -141,7 +167,7 @@ def discover(package, base: type) -> dict[str, type]:
 
 
 def register() -> None:
-    """Tell Hydra the schemas, and OmegaConf the resolvers that conf/config.yaml uses."""
+    """Tell Hydra the schemas."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for group, schema in (("model", ModelConf), ("shape", ShapeConf), ("logger", LoggerConf)):
@@ -149,9 +175,6 @@ def register() -> None:
     for group, package, base in (("method", methods, Method), ("task", tasks, Task)):
         for name, schema in discover(package, base).items():
             store.store(group=group, name=f"{name}_schema", node=schema)
-    OmegaConf.register_new_resolver("new_dir", _new_dir, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("cell_dir", _cell_dir, replace=True)
-    OmegaConf.register_new_resolver("options", _list_options, replace=True)
 
 
 def _new_dir(path: str) -> str:
@@ -173,6 +196,12 @@ def _cell_dir(number: int, overrides: str) -> str:
 
 def _list_options() -> str:
     return "\n".join(f"{group}: {', '.join(options(group))}" for group in _groups())
+
+
+# on import: a worker of a cluster reads a configuration without a pre-flight
+OmegaConf.register_new_resolver("new_dir", _new_dir, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("cell_dir", _cell_dir, replace=True)
+OmegaConf.register_new_resolver("options", _list_options, replace=True)
 
 
 def _groups() -> list[str]:
@@ -239,49 +268,79 @@ def config_hash(cell: dict) -> str:
     return hashlib.sha256(json.dumps(cell, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def preflight(argv: list[str]) -> None:
+def family_hash(cell: dict) -> str:
+    """Hash of a cell without its size: cells that differ in context length and batch only have the same."""
+    sizes = ("context_len", "batch_size")
+    return config_hash(cell | {"shape": {key: value for key, value in cell["shape"].items() if key not in sizes}})
+
+
+@dataclass
+class Request:
+    """What the arguments ask for. cells: configuration and overrides of each different cell by its config hash.
+
+    argv: the same arguments with `method=glob(*)` written out, because Hydra's own glob would match the schemas too.
+    """
+
+    argv: list[str]
+    multirun: bool = False
+    cells: dict[str, tuple[DictConfig, list[str]]] = field(default_factory=dict)
+    duplicates: list[str] = field(default_factory=list)
+    # with a sweeper that chooses as it goes: how many cells it will try; `cells` then holds one example
+    num_trials: int | None = None
+    # the cells run on other machines, of which this one knows nothing
+    remote: bool = False
+
+
+def preflight(argv: list[str]):
     """Compose and check every cell that these arguments ask for, before Hydra runs and before any weights are loaded.
 
-    Warnings go to stderr. Raises ConfigError with one line for the first mistake; in a sweep a cell whose plan is
-    impossible is only named, unless no cell is left: it becomes a row with status invalid.
+    Returns:
+        the harness.plan.Plan, or None where the arguments only ask for help or a configuration. Warnings go to stderr.
+    Raises:
+        ConfigError: with one line for the first mistake; in a sweep a cell whose plan is impossible is none, unless no
+            cell is left: it becomes a row with status invalid.
     """
     register()
     args = _flags(argv)
     if args.help or args.hydra_help or args.shell_completion:
-        return
-    notes, unique, names = [], {}, {}
+        return None
+    notes, names = [], {}
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cells, multirun = _expand(args)
+        request = Request([_without_glob(word) for word in argv])
+        cells = _expand(_flags(request.argv), request)
         for overrides in cells:
             cfg, label = _compose(overrides), shlex.join(overrides)
             notes += _ignored(overrides, cfg)
+            for name in cfg.thresholds:
+                _one_of("thresholds", name, ("all", *options("method")))
             key = config_hash(cell_of(cfg))
-            if key in unique:
-                notes.append(f"note: dropped {label}: the same cell as {names[key]}")
-            unique.setdefault(key, cfg)
-            names.setdefault(key, label)
+            if key in request.cells:
+                request.duplicates.append(f"{label} is {names[key]}")
+            else:
+                request.cells[key], names[key] = (cfg, overrides), label
     if args.cfg or args.info:
-        return
-    impossible = _impossible(unique)
-    if impossible and (not multirun or len(impossible) == len(unique)):
-        raise ConfigError(next(iter(impossible.values())))
-    notes += [f"note: cannot run, becomes an invalid row: {names[key]}: {why}" for key, why in impossible.items()]
+        return None
+    # imported late: a typo is reported before the engine is loaded
+    from harness.plan import make_plan
+
+    plan = make_plan(request)
+    impossible = [cell.why for cell in plan.cells if cell.state == "impossible"]
+    if impossible and not request.remote and (not request.multirun or len(impossible) == len(plan.cells)):
+        raise ConfigError(impossible[0])
     for note in dict.fromkeys(notes):
         print(note, file=sys.stderr)
+    return plan
 
 
-def _impossible(cells: dict[str, DictConfig]) -> dict[str, str]:
-    """Why a cell cannot run, for those that cannot; looks at the model's config and the method's plan."""
-    # imported late: a typo is reported before the engine is loaded
-    from harness.cell import check
-
-    reasons = {}
-    for key, cfg in cells.items():
-        try:
-            check(cfg)
-        except ValueError as err:
-            reasons[key] = _one_line(err)
-    return reasons
+def _without_glob(word: str) -> str:
+    key, _, value = word.partition("=")
+    if not value.startswith("glob(") or key not in _groups():
+        return word
+    (item,) = _parse(OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()), [word])
+    names = [name for name in item.value().filter(options(key)) if not name.endswith("_schema")]
+    if not names:
+        raise ConfigError(f"{word} matches no {key}; all of them: {', '.join(options(key))}")
+    return f"{key}={','.join(names)}"
 
 
 def _flags(argv: list[str]) -> argparse.Namespace:
@@ -304,21 +363,42 @@ def _flags(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _expand(args: argparse.Namespace) -> tuple[list[list[str]], bool]:
-    """Overrides of each cell, and whether this is a sweep. Raises ConfigError for a name that exists nowhere."""
+def _expand(args: argparse.Namespace, request: Request) -> list[list[str]]:
+    """Overrides of each cell; the request learns what kind it is. Raises ConfigError for a name that exists nowhere."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     overrides = _parse(parser, args.overrides)
     fixed = [item.input_line for item in overrides if not item.is_sweep_override()]
     hydra = _compose(fixed, keep_hydra=True).hydra
-    multirun = args.multirun or hydra.mode is not None and hydra.mode.name == "MULTIRUN"
+    request.multirun = args.multirun or hydra.mode is not None and hydra.mode.name == "MULTIRUN"
     sweeps = [item.input_line for item in overrides if item.is_sweep_override()]
-    if not multirun:
+    if not request.multirun:
         if sweeps:
             raise ConfigError(f"{sweeps[0]} are several values: add -m to run one cell for each")
-        return [fixed], False
-    params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
-    batches = BasicSweeper.split_arguments(_parse(parser, params) + overrides, None)
-    return batches[0], True
+        return [fixed]
+    request.remote = hydra.launcher._target_.rpartition(".")[2] in ("SlurmLauncher", "LocalLauncher", "RayLauncher")
+    own = {item.key_or_group for item in overrides}
+    for key, value in (hydra.sweeper.params or {}).items():
+        if key not in own:
+            word = _without_glob(f"{key}={value}")
+            overrides += _parse(parser, [word])
+            if word != f"{key}={value}":
+                request.argv.append(word)
+    if not hydra.sweeper._target_.endswith(".BasicSweeper"):
+        request.num_trials = hydra.sweeper.get("n_trials")
+        return [[f"{item.key_or_group}={_example(item)}" for item in overrides]]
+    try:
+        return BasicSweeper.split_arguments(overrides, None)[0]
+    except HydraException as err:
+        raise ConfigError(f"{_one_line(err)}: give values as in a=1,2, or search with hydra/sweeper=optuna") from None
+
+
+def _example(item: Override) -> str:
+    """One value of an override that a sweeper will choose."""
+    if not item.is_sweep_override():
+        return item.get_value_element_as_str()
+    if item.is_discrete_sweep():
+        return next(iter(item.sweep_string_iterator()))
+    return str(item.value().start)
 
 
 def _parse(parser: OverridesParser, lines: list[str]) -> list[Override]:
@@ -371,8 +451,6 @@ def _check_group(item: Override) -> None:
     names = options(key)
     if item.is_add():
         raise ConfigError(f"{item.input_line} is not allowed: write it without the +")
-    if str(value).endswith("_schema"):
-        raise ConfigError(f"{value} is the schema of a {key}; all of them: '{key}=glob(*,exclude=*_schema)'")
     if value not in names and not (key == "experiment" and value is None):
         word = item.get_value_element_as_str()
         raise ConfigError(f"unknown {key} {word!r}{_suggest(word, names)}")

@@ -30,6 +30,8 @@ FLAG_TEXTS = {
     "simulated": "bytes are computed, not held: memory and speed are not real",
     "noisy": "the slowest steps took over 3 times the median: something else used the machine",
     "few_prefills": "the time to first token comes from fewer than 5 prefills",
+    "shared_device": "something else used the device: times are too long, memory may have run out for that reason",
+    "pruned": "not run: a smaller cell of the same method ran out of memory already",
     "not_interleaved": "full and the method were timed one after the other, not in turns",
 }
 QUESTION_TEXTS = {"visible": "compression has seen it", "hidden": "compression has not seen it"}
