@@ -10,7 +10,6 @@ import importlib
 import json
 import pkgutil
 import re
-import shlex
 import sys
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -284,7 +283,8 @@ class Request:
     argv: list[str]
     multirun: bool = False
     cells: dict[str, tuple[DictConfig, list[str]]] = field(default_factory=dict)
-    duplicates: list[str] = field(default_factory=list)
+    # overrides of cells that equal an earlier one, and the overrides of that one
+    duplicates: list[tuple[list[str], list[str]]] = field(default_factory=list)
     # with a sweeper that chooses as it goes: how many cells it will try; `cells` then holds one example
     num_trials: int | None = None
     # the cells run on other machines, of which this one knows nothing
@@ -304,20 +304,20 @@ def preflight(argv: list[str]):
     args = _flags(argv)
     if args.help or args.hydra_help or args.shell_completion:
         return None
-    notes, names = [], {}
+    notes = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
         request = Request([_without_glob(word) for word in argv])
         cells = _expand(_flags(request.argv), request)
         for overrides in cells:
-            cfg, label = _compose(overrides), shlex.join(overrides)
+            cfg = _compose(overrides)
             notes += _ignored(overrides, cfg)
             for name in cfg.thresholds:
                 _one_of("thresholds", name, ("all", *options("method")))
             key = config_hash(cell_of(cfg))
             if key in request.cells:
-                request.duplicates.append(f"{label} is {names[key]}")
+                request.duplicates.append((overrides, request.cells[key][1]))
             else:
-                request.cells[key], names[key] = (cfg, overrides), label
+                request.cells[key] = cfg, overrides
     if args.cfg or args.info:
         return None
     # imported late: a typo is reported before the engine is loaded

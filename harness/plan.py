@@ -1,7 +1,7 @@
 """What a command would run, before any weights are loaded: `python run.py -m ... plan=only` prints it and stops.
 
-Every cell has a state: run, done (its row is in the store), failed (so is a failure of the same code), stale (a row of other code,
-versions or device: runs again), impossible (with the reason), too_big (its cache alone does not fit the device).
+Every cell has a state: run, done (its row is in the store), failed (a failure of the same code is), stale (a row of other code,
+versions or device is: runs again), impossible (with the reason), too_big (its cache alone does not fit the device).
 """
 
 import json
@@ -43,6 +43,8 @@ class PlannedCell:
 class Plan:
     cells: list[PlannedCell]
     request: Request
+    # labels of cells that were asked for twice, each with the one that it equals
+    dropped: list[tuple[str, str]]
 
     @property
     def only(self) -> bool:
@@ -53,17 +55,19 @@ class Plan:
         counts = Counter(cell.state for cell in self.cells)
         times = [cell.estimate_s for cell in self.cells if cell.state in RUNNING]
         total = None if None in times else round(sum(times))
-        return {"cells": len(self.cells), **counts, "duplicates": len(self.request.duplicates), "estimated_s": total}
+        return {"cells": len(self.cells), **counts, "duplicates": len(self.dropped), "estimated_s": total}
 
 
 def make_plan(request: Request) -> Plan:
     """Look at every cell's model config, method plan and stored row."""
-    varying = _varying([overrides for _, overrides in request.cells.values()])
-    earlier = [row for row in load_rows(store.STORE) if row.status == "ok" and row.duration_s] if request.multirun else []
+    asked = [overrides for _, overrides in request.cells.values()]
+    asked += [overrides for pair in request.duplicates for overrides in pair]
+    labels = label_cells(asked)
+    stored = load_rows(store.STORE) if request.multirun and store.STORE.is_dir() else []
+    earlier = [row for row in stored if row.status == "ok" and row.duration_s]
     cells = []
-    for cfg, overrides in request.cells.values():
-        label = " ".join(word for word in overrides if word.partition("=")[0] in varying) or f"method={choice_of(cfg.method)}"
-        cell = PlannedCell(blank_row(cfg, ""), label, cfg)
+    for (cfg, _), label in zip(request.cells.values(), labels, strict=False):
+        cell = PlannedCell(blank_row(cfg, ""), label or f"method={choice_of(cfg.method)}", cfg)
         cells.append(cell)
         try:
             cell.predicted_bytes = check(cfg).resident_bytes
@@ -77,7 +81,8 @@ def make_plan(request: Request) -> Plan:
         elif row := store.read(cell.row.config_hash):
             cell.state, cell.why = state_of(row, cell.row, cfg.rerun)
         cell.estimate_s = estimate(cell.row, earlier)
-    return Plan(cells, request)
+    pairs = iter(labels[len(cells) :])
+    return Plan(cells, request, list(zip(pairs, pairs, strict=True)))
 
 
 def state_of(stored: Row, like: Row, rerun: str) -> tuple[str, str]:
@@ -129,8 +134,8 @@ def print_plan(plan: Plan) -> None:
         lines.add_row(Text(cell.label), size, time, Text(f"{cell.state}{f': {cell.why}' if cell.why else ''}"))
     console = Console(file=sys.stdout, highlight=False, markup=False, width=None if sys.stdout.isatty() else 120)
     console.print(lines)
-    for line in plan.request.duplicates:
-        print(f"dropped, the same cell: {line}")
+    for label, same in plan.dropped:
+        print(f"dropped: {label} is the same cell as {same}")
     if plan.request.num_trials:
         print(f"a search: {plan.request.num_trials} cells, chosen as it goes; the one above is an example")
     if plan.request.remote:
@@ -138,11 +143,11 @@ def print_plan(plan: Plan) -> None:
     print(json.dumps(plan.counts()), flush=True)
 
 
-def _varying(cells: list[list[str]]) -> set[str]:
-    """Keys whose override differs between the cells."""
+def label_cells(cells: list[list[str]]) -> list[str]:
+    """Each cell by those of its overrides that differ between the cells."""
     seen: dict[str, set[str]] = {}
     for overrides in cells:
         for word in overrides:
             key, _, value = word.partition("=")
             seen.setdefault(key, set()).add(value)
-    return {key for key, values in seen.items() if len(values) > 1}
+    return [" ".join(word for word in overrides if len(seen[word.partition("=")[0]]) > 1) for overrides in cells]

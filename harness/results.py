@@ -110,7 +110,7 @@ class Row:
 
     @classmethod
     def from_dict(cls, values: dict, source: str) -> "Row":
-        """Row of any version: a field that is missing gets its default, one that is unknown here is named on stderr and left out."""
+        """Row of any version: a missing field gets its default, one that is unknown here is named on stderr and left out."""
         missing = [name for name in REQUIRED if not isinstance(values, dict) or name not in values]
         if missing:
             raise ValueError(f"{source} is not a row: it has no {', '.join(missing)}")

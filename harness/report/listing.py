@@ -4,8 +4,8 @@
     python -m harness.results show 4f0a                       the card of every row whose config hash starts so, or of a file
     python -m harness.results export --to csv > rows.csv      csv or parquet; --out FILE instead of stdout
 
-A folder is read with all below it: row.json, <config hash>.json of the store, and .jsonl files that hold rows. A row that stands in
-two places counts once. What is no row is left alone; files of other versions load, fields that are unknown here are named.
+A folder is read with all below it: row.json, <config hash>.json of the store, and .jsonl files of rows. A row that stands in two
+places counts once. What is no row is left alone; files of other versions load, fields that are unknown here are named.
 """
 
 import argparse
@@ -18,6 +18,8 @@ import typing
 from pathlib import Path
 
 from harness.nearest import did_you_mean
+from harness.report.card import _bytes as show_bytes
+from harness.report.card import print_card
 from harness.results import Row
 
 COLUMNS = ("config_hash", "status", "method", "model", "task", "context_len", "batch_size", "sparsity")
@@ -30,8 +32,6 @@ def load_rows(*places: str | Path) -> list[Row]:
     for place in map(Path, places):
         if place.is_dir():
             files = sorted(path for path in place.rglob("*.json*") if path.is_file() and _may_hold_rows(path))
-        elif place == Path("outputs/rows"):
-            files = []
         elif not place.exists():
             raise ValueError(f"{place} does not exist: give a folder with rows, as in outputs")
         else:
@@ -60,16 +60,6 @@ def _rows_of(path: Path, strict: bool) -> list[Row]:
             raise ValueError(str(err)) from None
         print(f"note: {err}", file=sys.stderr)
         return []
-
-
-def show_bytes(value: float | None) -> str:
-    if value is None:
-        return "–"
-    for unit in ("B", "KiB", "MiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
 
 
 def show_seconds(value: float | None) -> str:
@@ -150,8 +140,6 @@ def _ls(args) -> int:
 
 
 def _show(args) -> int:
-    from harness.report.card import print_card
-
     if Path(args.row).exists():
         rows, others = load_rows(args.row), []
     else:
