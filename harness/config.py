@@ -5,6 +5,7 @@ conf/method/<name>.yaml. See a composed cell with `python run.py method=window -
 """
 
 import argparse
+import functools
 import hashlib
 import importlib
 import json
@@ -44,6 +45,8 @@ DECODE_IMPLS = ("auto", "graph", "eager")
 LOGGERS = ("wandb", "none")
 PLANS = ("run", "only")
 RERUNS = ("missing", "failed", "all")
+# kept: resident bytes over those of the dense cache; prediction_error: |resident / predicted - 1|
+THRESHOLDS = ("min_accuracy", "max_kept_ratio", "max_prediction_error", "max_bound_ratio")
 # top-level values that flow into the method or the task, but only where its yaml takes them
 SHARED = {"sparsity": "method", "kv_budget": "method", "kv_dtype": "method", "question": "task"}
 # what OmegaConf says of a wrong type, and what it wants
@@ -88,17 +91,6 @@ class LoggerConf:
 
 
 @dataclass
-class ThresholdsConf:
-    """What a row must reach, else the exit code is 1. max_kept_ratio: resident bytes over those of the dense cache;
-    max_prediction_error: |resident / predicted - 1|; max_bound_ratio: time per token over the bandwidth bound."""
-
-    min_accuracy: float | None = None
-    max_kept_ratio: float | None = None
-    max_prediction_error: float | None = None
-    max_bound_ratio: float | None = None
-
-
-@dataclass
 class Config:
     """One cell. `sparsity`, `kv_budget` and `kv_dtype` flow into the method; compare: measure `full` beside it.
 
@@ -122,7 +114,7 @@ class Config:
     plan: str = "run"
     rerun: str = "missing"
     cell_timeout_s: float = 14400
-    thresholds: dict[str, ThresholdsConf] = field(default_factory=lambda: {"all": ThresholdsConf()})
+    thresholds: dict[str, Any] = field(default_factory=lambda: {"all": dict.fromkeys(THRESHOLDS)})
 
     def __post_init__(self):
         if not 0 <= self.sparsity < 1:
@@ -131,6 +123,13 @@ class Config:
             raise ValueError(f"kv_budget={self.kv_budget} is outside (0, 1]: the share of the bf16 full cache's bytes")
         if self.cell_timeout_s <= 0:
             raise ValueError(f"cell_timeout_s={self.cell_timeout_s} is too small: give seconds above 0")
+        for scope, limits in self.thresholds.items():
+            if not isinstance(limits, dict):
+                raise ValueError(f"thresholds.{scope}={limits} has the wrong type: expected one of {', '.join(THRESHOLDS)}")
+            for name, limit in limits.items():
+                _one_of(f"thresholds.{scope}", name, THRESHOLDS)
+                if isinstance(limit, bool) or not isinstance(limit, int | float | None):
+                    raise ValueError(f"thresholds.{scope}.{name}={limit} has the wrong type: expected a number")
         _one_of("plan", self.plan, PLANS)
         _one_of("rerun", self.rerun, RERUNS)
         if self.seed < 0:
@@ -204,13 +203,28 @@ OmegaConf.register_new_resolver("options", _list_options, replace=True)
 
 
 def _groups() -> list[str]:
-    return [group for group in GlobalHydra.instance().config_loader().list_groups("") if group != "hydra"]
+    return _groups_of(GlobalHydra.instance().config_loader())
 
 
 def options(group: str) -> list[str]:
     """Names that can be chosen in a config group; needs an initialised Hydra."""
-    names = GlobalHydra.instance().config_loader().get_group_options(group)
-    return sorted(name for name in names if not name.endswith("_schema"))
+    return _options_of(GlobalHydra.instance().config_loader(), group)
+
+
+# Hydra reads the folders at every call, a sweep asks hundreds of times
+@functools.lru_cache(1)
+def _groups_of(loader) -> list[str]:
+    return [group for group in loader.list_groups("") if group != "hydra"]
+
+
+@functools.lru_cache(16)
+def _options_of(loader, group: str) -> list[str]:
+    return sorted(name for name in loader.get_group_options(group) if not name.endswith("_schema"))
+
+
+@functools.lru_cache(64)
+def _compose_groups(loader, overrides: tuple[str, ...]) -> DictConfig:
+    return compose("config", list(overrides))
 
 
 def choice_of(node: DictConfig) -> str:
@@ -311,8 +325,10 @@ def preflight(argv: list[str]):
         for overrides in cells:
             cfg = _compose(overrides)
             notes += _ignored(overrides, cfg)
+            scopes = ("all", *options("method"))
             for name in cfg.thresholds:
-                _one_of("thresholds", name, ("all", *options("method")))
+                if name not in scopes:
+                    raise ConfigError(f"thresholds.{name} is for no method{_suggest(name, scopes)}")
             key = config_hash(cell_of(cfg))
             if key in request.cells:
                 request.duplicates.append((overrides, request.cells[key][1]))
@@ -420,7 +436,8 @@ def _compose(overrides: list[str], keep_hydra: bool = False) -> DictConfig:
         _check_group(item)
     groups = _groups()
     try:
-        chosen = compose("config", [item.input_line for item in parsed if item.key_or_group in groups])
+        words = tuple(item.input_line for item in parsed if item.key_or_group in groups)
+        chosen = _compose_groups(GlobalHydra.instance().config_loader(), words)
         for item in own:
             if item.key_or_group not in groups:
                 _check_key(item, chosen)
@@ -465,11 +482,14 @@ def _check_key(item: Override, cfg: DictConfig) -> None:
             raise ConfigError(f"{item.input_line} is not allowed: write it without the +")
         return
     parent, _, leaf = key.rpartition(".")
-    if parent and parent in valid and OmegaConf.get_type(OmegaConf.select(cfg, parent)) is dict:
+    home = parent
+    while home and home not in valid:
+        home = home.rpartition(".")[0]
+    if home and OmegaConf.get_type(OmegaConf.select(cfg, home)) is dict:
         # a free dict such as model.config takes new keys, but only with Hydra's +
         if item.is_add():
             return
-        raise ConfigError(f"{key} is new in {parent}: write +{item.input_line}")
+        raise ConfigError(f"{key} is new in {home}: write +{item.input_line}")
 
     def likeness(other):
         home, _, name = other.rpartition(".")

@@ -1,7 +1,7 @@
 """How Hydra starts the cells of a sweep: one after the other on this machine, or spread over a Ray cluster.
 
-hydra/launcher=process (the default with -m) | ray | submitit_slurm. Each cell is a process of its own, see harness/sweep.py: about
-6 s of imports before the model loads. Hydra takes plugins only from the package hydra_plugins: the two classes are there.
+hydra/launcher=process (the default with -m) | ray | submitit_slurm. Each cell is a process of its own, see harness/sweep.py:
+about 6 s of imports before the model loads. Hydra takes plugins only from the package hydra_plugins: the two classes are there.
 """
 
 import os

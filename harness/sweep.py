@@ -1,7 +1,7 @@
 """Runs cells and counts them: a cell that fails in whatever way becomes a row, and the next one runs.
 
-One cell runs in this process (`run_job`). A cell of a sweep gets a process of its own (`run_isolated`), under whichever launcher:
-it can crash, hang or eat the memory and the sweep goes on. `finish` prints the last line of stdout and gives the exit code.
+One cell runs in this process (`run_job`). A cell of a sweep gets a process of its own (`run_isolated`) under any launcher: it
+can crash, hang or eat the memory and the sweep goes on. `finish` prints the last line of stdout and gives the exit code.
 """
 
 import contextlib

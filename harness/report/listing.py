@@ -4,8 +4,8 @@
     python -m harness.results show 4f0a                       the card of every row whose config hash starts so, or of a file
     python -m harness.results export --to csv > rows.csv      csv or parquet; --out FILE instead of stdout
 
-A folder is read with all below it: row.json, <config hash>.json of the store, and .jsonl files of rows. A row that stands in two
-places counts once. What is no row is left alone; files of other versions load, fields that are unknown here are named.
+A folder is read with all below it: row.json, <config hash>.json of the store, and .jsonl files of rows. A row that stands in
+two places counts once. What is no row is left alone; files of other versions load, fields that are unknown here are named.
 """
 
 import argparse
