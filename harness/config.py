@@ -8,6 +8,7 @@ import argparse
 import functools
 import hashlib
 import importlib
+import importlib.util
 import json
 import pkgutil
 import re
@@ -49,6 +50,8 @@ RERUNS = ("missing", "failed", "all")
 THRESHOLDS = ("min_accuracy", "max_kept_ratio", "max_prediction_error", "max_bound_ratio")
 # top-level values that flow into the method or the task, but only where its yaml takes them
 SHARED = {"sparsity": "method", "kv_budget": "method", "kv_dtype": "method", "question": "task"}
+# launchers that come with an extra of pyproject.toml, and the package that must be there
+EXTRAS = {"SlurmLauncher": ("slurm", "submitit"), "LocalLauncher": ("slurm", "submitit"), "RayLauncher": ("ray", "ray")}
 # what OmegaConf says of a wrong type, and what it wants
 EXPECTED = {
     "converted to Float": "a number",
@@ -391,7 +394,8 @@ def _expand(args: argparse.Namespace, request: Request) -> list[list[str]]:
         if sweeps:
             raise ConfigError(f"{sweeps[0]} are several values: add -m to run one cell for each")
         return [fixed]
-    request.remote = hydra.launcher._target_.rpartition(".")[2] in ("SlurmLauncher", "LocalLauncher", "RayLauncher")
+    request.remote = hydra.launcher._target_.rpartition(".")[2] in EXTRAS
+    _check_extra(hydra.launcher._target_)
     own = {item.key_or_group for item in overrides}
     for key, value in (hydra.sweeper.params or {}).items():
         if key not in own:
@@ -406,6 +410,14 @@ def _expand(args: argparse.Namespace, request: Request) -> list[list[str]]:
         return BasicSweeper.split_arguments(overrides, None)[0]
     except HydraException as err:
         raise ConfigError(f"{_one_line(err)}: give values as in a=1,2, or search with hydra/sweeper=optuna") from None
+
+
+def _check_extra(target: str) -> None:
+    """Refuse a launcher whose package is not installed."""
+    for class_name, (extra, package) in EXTRAS.items():
+        if target.endswith(class_name) and importlib.util.find_spec(package) is None:
+            install = f"pip install -c constraints.txt -e '.[{extra}]'"
+            raise ConfigError(f"this launcher needs the package {package}: {install}")
 
 
 def _example(item: Override) -> str:
@@ -485,7 +497,7 @@ def _check_key(item: Override, cfg: DictConfig) -> None:
     home = parent
     while home and home not in valid:
         home = home.rpartition(".")[0]
-    if home and OmegaConf.get_type(OmegaConf.select(cfg, home)) is dict:
+    if home not in ("", "thresholds.all") and OmegaConf.get_type(OmegaConf.select(cfg, home)) is dict:
         # a free dict such as model.config takes new keys, but only with Hydra's +
         if item.is_add():
             return
