@@ -1,6 +1,6 @@
 """How Hydra starts the cells of a sweep: one after the other on this machine, or spread over a Ray cluster.
 
-hydra/launcher=process (the default with -m) | ray | submitit_slurm. Each cell is a process of its own, see harness/sweep.py:
+hydra/launcher=process (the default with -m) | ray | slurm. Each cell is a process of its own, see harness/sweep.py:
 about 6 s of imports before the model loads. Hydra takes plugins only from the package hydra_plugins: the two classes are there.
 """
 
@@ -21,7 +21,7 @@ from harness.config import ConfigError, blank_row, cell_of, config_hash
 from harness.plan import label_cells
 from harness.report.listing import show_seconds
 from harness.results import Row, write_atomic
-from harness.sweep import ROOT, objective, run_isolated
+from harness.sweep import objective, run_isolated
 
 
 @dataclass
@@ -87,8 +87,8 @@ def on_ray(jobs: list[Job], address: str | None, num_gpus: float, num_cpus: floa
         import ray
     except ImportError:
         raise ConfigError("hydra/launcher=ray needs the package ray: pip install -c constraints.txt -e '.[ray]'") from None
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    ray.init(address=address, runtime_env={"env_vars": {"PYTHONPATH": path}}, log_to_driver=False, ignore_reinit_error=True)
+    variables = {"PYTHONPATH": os.environ["PYTHONPATH"]}
+    ray.init(address=address, runtime_env={"env_vars": variables}, log_to_driver=False, ignore_reinit_error=True)
     try:
         remote = ray.remote(num_gpus=num_gpus, num_cpus=num_cpus, max_retries=0)(run_isolated)
         waiting = {remote.remote(job.cfg, job.overrides, job.out_dir, job.sweep_dir, Path.cwd()): job for job in jobs}

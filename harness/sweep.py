@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -63,6 +63,8 @@ def start(plan: Plan, main: Callable[[], None]) -> int:
     if plan.only:
         return 0
     sys.argv[1:] = plan.request.argv
+    # for the processes of cells, and of a launcher's workers
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     try:
         main()
     except KeyboardInterrupt:
@@ -243,8 +245,7 @@ def _spawn(cfg: DictConfig, row: Row, overrides: list[str], out_dir: Path, sweep
     for name in ("row.json", "traceback.txt"):
         (out_dir / name).unlink(missing_ok=True)
     started, kills, timed_out = time.monotonic(), _oom_kills(), False
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"PYTHONPATH": path, "KVGAUGE_PARENT": str(os.getpid())}
+    env = os.environ | {"KVGAUGE_PARENT": str(os.getpid())}
     # cells of one sweep are one group in W&B, as far as the user has not named one
     env.setdefault("WANDB_RUN_GROUP", "_".join(sweep_dir.parts[-2:])[:128])
     with open(out_dir / "log.txt", "wb") as log:
@@ -360,5 +361,6 @@ def _rows_of_sweep(plan: Plan, sweep_dir: Path) -> list[Row]:
     rows = []
     for cell in plan.cells:
         lost = _ended(cell.row, "failed", f"no row came back from the worker: see the logs in {sweep_dir}")
+        lost.started_at = datetime.now(UTC).isoformat()
         rows.append(newest.get(cell.row.config_hash, lost))
     return rows
