@@ -81,10 +81,9 @@ class Sweeps:
         file = self.folder / "ran.txt"
         return file.read_text().splitlines() if file.exists() else []
 
-    def rows(self, sweep_dir) -> dict[str, Row]:
-        """Rows of a sweep by the start of their folder's name."""
-        files = (self.folder / sweep_dir).glob("*/row.json")
-        return {file.parent.name.partition(",")[0].partition("_")[2]: Row.read(file) for file in files}
+    def rows(self, sweep_dir) -> list[tuple[Path, Row]]:
+        """Files and rows of a sweep."""
+        return [(file, Row.read(file)) for file in (self.folder / sweep_dir).glob("*/row.json")]
 
 
 @pytest.fixture

@@ -21,30 +21,32 @@ def last_json(text: str) -> dict:
     return json.loads(text.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("fate", "status", "error"),
-    [
-        ("segfault", "failed", "killed by SIGSEGV"),
-        ("killed", "failed", "killed by SIGKILL"),
-        ("exit", "failed", "exit code 1 without a row: the driver is too old"),
-        ("hang", "timeout", "still running after 1.5 s (cell_timeout_s)"),
-        ("nan", "nan", None),
-        ("oom_decode", "oom_decode", None),
-    ],
-)
-def test_a_cell_that_ends_badly_is_a_typed_row_and_the_sweep_goes_on(sweeps, capfd, fate, status, error):
-    sweeps.fates = {"window": fate}
-    code = sweeps.cli("method=window,full", "cell_timeout_s=1.5")
+ENDS = {
+    "segfault": ("failed", "killed by SIGSEGV"),
+    "killed": ("failed", "killed by SIGKILL"),
+    "exit": ("failed", "exit code 1 without a row: the driver is too old"),
+    "hang": ("timeout", "still running after 1.5 s (cell_timeout_s)"),
+    "nan": ("nan", ""),
+    "oom_decode": ("oom_decode", ""),
+}
+
+
+def test_cells_that_end_badly_are_typed_rows_and_the_sweep_goes_on(sweeps, capfd):
+    lengths = {fate: 256 + number for number, fate in enumerate(ENDS)}
+    sweeps.fates = {f"full {length}": fate for fate, length in lengths.items()}
+    every = ",".join(map(str, lengths.values()))
+    code = sweeps.cli("method=full,window", f"shape.context_len={every}", "cell_timeout_s=1.5")
     summary = last_json(capfd.readouterr().out)
-    rows = sweeps.rows(summary["sweep_dir"])
-    assert (code, summary["ok"], summary[status]) == (1, 1, 1)
-    assert {name: row.status for name, row in rows.items()} == {"method=window": status, "method=full": "ok"}
-    if error:
-        assert rows["method=window"].error.startswith(error)
-        (folder,) = (sweeps.folder / summary["sweep_dir"]).glob("0_*")
-        text = (folder / "traceback.txt").read_text()
+    assert (code, summary["ok"], summary["failed"]) == (1, len(ENDS), 3)
+    folders = {row.context_len: path.parent for path, row in sweeps.rows(summary["sweep_dir"]) if row.method == "full"}
+    for fate, (status, error) in ENDS.items():
+        folder = folders[lengths[fate]]
+        row = Row.read(folder / "row.json")
+        assert row.status == status and (row.error or "").startswith(error), fate
+        assert row.code_hash and row.device_name, fate
         # a crash and a hang say where they were
-        assert fate not in ("segfault", "hang") or 'File "<string>", line' in text
+        if fate in ("segfault", "hang"):
+            assert 'File "<string>", line' in (folder / "traceback.txt").read_text(), fate
 
 
 def test_rerun_measures_only_what_is_missing(sweeps, capfd):
@@ -54,8 +56,7 @@ def test_rerun_measures_only_what_is_missing(sweeps, capfd):
     summary = last_json(capfd.readouterr().out)
     assert (summary["ok"], summary["reused"]) == (3, 2)
     # a reused row stands in the new folder too
-    assert len(sweeps.rows(summary["sweep_dir"])) >= 2
-    assert len(list((sweeps.folder / summary["sweep_dir"]).glob("*/row.json"))) == 3
+    assert len(sweeps.rows(summary["sweep_dir"])) == 3
 
 
 @pytest.mark.parametrize(("rerun", "again"), [("missing", []), ("failed", ["window"]), ("all", ["full", "window"])])
@@ -69,41 +70,64 @@ def test_rerun(sweeps, capfd, rerun, again):
     assert ("failed: failed: killed by SIGSEGV; rerun=failed runs it again" in plan) == (rerun == "missing")
 
 
-@pytest.mark.parametrize("field", ["code_hash", "device_name", "versions"])
-def test_stale_rows_are_shown_and_run_again(sweeps, capfd, field):
+def test_stale_rows_are_shown_and_run_again(sweeps, capfd):
     assert sweeps.cli("method=full") == 0
     (path,) = Path(store.STORE).glob("*.json")
-    values = json.loads(path.read_text())
-    values[field] = values[field] | {"torch": "1.0"} if field == "versions" else "other"
-    write_atomic(path, json.dumps(values))
+    write_atomic(path, json.dumps(json.loads(path.read_text()) | {"code_hash": "other"}))
     capfd.readouterr()
     assert sweeps.cli("method=full") == 0
     out = capfd.readouterr().out
-    words = {"code_hash": "code other is now", "device_name": "measured on other", "versions": "torch 1.0 is now"}
-    assert f"stale: {words[field]}" in out
+    assert "stale: code other is now" in out
     assert len(sweeps.ran()) == 2
     assert "reused" not in last_json(out)
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({}, None),
+        ({"code_hash": "b"}, "code a is now b"),
+        ({"device_name": "H200"}, "measured on CPU"),
+        ({"versions": {"torch": "2", "weights": "x"}}, "torch 1 is now 2"),
+        ({"versions": {"torch": "1"}}, "weights x is now None"),
+    ],
+    ids=["same", "code", "device", "versions", "weights"],
+)
+def test_why_stale(change, why):
+    same = {"code_hash": "a", "device_name": "CPU", "versions": {"torch": "1", "weights": "x"}}
+    assert store.why_stale(Row(**same), Row(**same | change)) == why
+
+
 def test_larger_cells_of_a_method_that_ran_out_of_memory_are_pruned(sweeps, capfd):
     sweeps.fates = {"full 512": "oom_prefill"}
-    code = sweeps.cli("method=full,window", "shape.context_len=1024,512,256", "shape.batch_size=1,2")
+    sizes = ["shape.context_len=1024,512,256", "shape.batch_size=1,2"]
+    code = sweeps.cli("method=full", *sizes)
     summary = last_json(capfd.readouterr().out)
-    rows = [Row.read(path) for path in (sweeps.folder / summary["sweep_dir"]).glob("*/row.json")]
-    pruned = {(row.context_len, row.batch_size) for row in rows if "pruned" in row.flags}
-    # batch 2 at 512 and both at 1024, though 1024 came first on the command line; window is another method
-    assert pruned == {(512, 2), (1024, 1), (1024, 2)}
-    assert {row.method for row in rows if row.status != "ok"} == {"full"}
-    assert code == 1 and summary["oom_prefill"] == 4 and summary["ok"] == 8
-    assert len(sweeps.ran()) == 9
-    example = next(row for row in rows if "pruned" in row.flags)
-    assert example.error == "pruned: out of memory already at context_len=512, batch_size=1"
-    assert example.kv_resident_bytes is None and example.ttft_ms is None
+    rows = [row for _, row in sweeps.rows(summary["sweep_dir"])]
+    pruned = [row for row in rows if "pruned" in row.flags]
+    # batch 2 at 512 and both at 1024, though 1024 came first on the command line
+    assert {(row.context_len, row.batch_size) for row in pruned} == {(512, 2), (1024, 1), (1024, 2)}
+    assert {row.status for row in pruned} == {"oom_prefill"}
+    assert {row.error for row in pruned} == {"pruned: out of memory already at context_len=512, batch_size=1"}
+    assert all(row.kv_resident_bytes is None and row.accuracy is None for row in pruned)
+    assert code == 1 and summary["oom_prefill"] == 4 and summary["ok"] == 2
+    assert len(sweeps.ran()) == 3
     # not in the store: a pruned cell was never measured
-    assert all("pruned" not in Row.read(path).flags for path in Path(store.STORE).glob("*.json"))
-    # the answer of the smaller cell holds in a rerun too
-    assert sweeps.cli("method=full,window", "shape.context_len=1024,512,256", "shape.batch_size=1,2") == 1
-    assert len(sweeps.ran()) == 9
+    assert len(list(Path(store.STORE).glob("*.json"))) == 3
+    # another method is not concerned; the answer of the smaller cell holds in a rerun too
+    assert sweeps.cli("method=full,window", "shape.context_len=512,1024") == 1
+    assert sweeps.ran()[3:] == ["window 0.8 512", "window 0.8 1024"]
+
+
+def test_memory_that_a_neighbour_took_prunes_nothing(sweeps, monkeypatch):
+    def spawn(cfg, row, overrides, out_dir, *rest):
+        row.status, row.flags = "oom_prefill", ["shared_device"]
+        return sweep._write(row, out_dir)
+
+    monkeypatch.setattr(sweep, "_spawn", spawn)
+    assert sweeps.cli("method=full", "shape.context_len=256,512") == 1
+    (folder,) = sweeps.folder.glob("outputs/multirun/*/*")
+    assert [row.flags for _, row in sweeps.rows(folder)] == [["shared_device"]] * 2
 
 
 def test_duplicates_run_once_and_impossible_cells_are_rows(sweeps, capfd):
@@ -228,22 +252,32 @@ def test_a_cell_dies_with_its_sweep():
     wait_for(gone, 5)
 
 
+def test_a_threshold_fails_the_job_in_one_line(sweeps, capfd):
+    # the stand-in says accuracy 0.75 and 20 % of the bytes
+    limits = ["thresholds.all.min_accuracy=0.75", "thresholds.all.max_prediction_error=0"]
+    assert sweeps.cli("method=full,window", *limits) == 0
+    assert sweeps.cli("method=full,window", *limits, "+thresholds.window.max_kept_ratio=0.1") == 1
+    err = [line for line in capfd.readouterr().err.splitlines() if line.startswith("threshold")]
+    assert len(err) == 1
+    assert err[0].startswith("threshold: window ") and err[0].endswith(": max_kept_ratio=0.1, measured 0.2")
+
+
 @pytest.mark.parametrize(
-    ("words", "lines"),
+    ("limits", "broken"),
     [
-        (["thresholds.all.min_accuracy=0.7", "thresholds.all.max_kept_ratio=0.2"], []),
-        (["thresholds.all.max_prediction_error=0"], []),
-        (["thresholds.all.min_accuracy=0.8"], ["full", "window"]),
-        (["+thresholds.window.max_kept_ratio=0.1"], ["window"]),
-        (["thresholds.all.max_bound_ratio=2"], ["full", "window"]),
+        ({}, []),
+        ({"min_accuracy": 0.5, "max_kept_ratio": 0.2, "max_prediction_error": 0.011}, []),
+        ({"min_accuracy": 0.51}, ["min_accuracy=0.51, measured 0.5"]),
+        ({"max_prediction_error": 0.009}, ["max_prediction_error=0.009, measured 0.01"]),
+        ({"max_bound_ratio": 2}, ["max_bound_ratio=2, measured unknown"]),
     ],
-    ids=["reached", "exact", "accuracy", "one-method", "unknown-value"],
+    ids=["none", "reached", "accuracy", "prediction", "unknown"],
 )
-def test_thresholds_fail_the_job_in_one_line_each(sweeps, capfd, words, lines):
-    code = sweeps.cli("method=full,window", *words)
-    err = [line for line in capfd.readouterr().err.splitlines() if line.startswith("threshold: ")]
-    assert [line.split()[1] for line in err] == lines
-    assert code == (1 if lines else 0)
+@pytest.mark.parametrize("scope", ["all", "window", "full"])
+def test_violations(limits, broken, scope):
+    row = Row(status="ok", method="window", accuracy=0.5, kv_kept_ratio=0.2, kv_resident_bytes=99, kv_predicted_bytes=100)
+    lines = [line.partition(": ")[2].partition(": ")[2] for line in sweep.violations(row, {scope: limits})]
+    assert lines == ([] if scope == "full" else broken)
 
 
 def test_objective_of_a_search():
