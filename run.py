@@ -2,6 +2,7 @@
 
 python run.py method=sparda sparsity=0.8                  one cell; the last line of stdout is its row as JSON
 python run.py -m method=full,window shape=smoke           a sweep; the last line counts the rows by status
+python run.py -m method=full,window plan=only             what the sweep would run
 python run.py --help                                      all groups and values
 """
 
@@ -17,11 +18,11 @@ from harness.config import CONF, ConfigError, preflight
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-def main(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> float:
     # imported late: a mistake is reported before the engine is loaded
     from harness import sweep
 
-    sweep.run_job(cfg)
+    return sweep.run_job(cfg)
 
 
 def cli(argv: list[str]) -> int:
@@ -31,12 +32,13 @@ def cli(argv: list[str]) -> int:
         # of the processes that torchrun starts the first one speaks
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
-        preflight(argv)
+        plan = preflight(argv)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints tracebacks of its own
-        main()
+        if plan is None:
+            return main() or 0
         from harness import sweep
 
-        return sweep.finish()
+        return sweep.start(plan, main)
     except (ConfigError, OSError, InterpolationResolutionError) as err:
         if before == "1":
             traceback.print_exc()

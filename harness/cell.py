@@ -24,7 +24,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from torch import Tensor
 
-from harness import hf, models, recurrent, timing, tracking
+from harness import hf, models, recurrent, store, timing, tracking
 from harness.config import blank_row, choice_of, model_name
 from harness.engine import Engine
 from harness.recurrent import is_recurrent
@@ -35,13 +35,12 @@ from harness.samples import SampleLog
 from harness.stats import compare, mean_and_stderr
 from harness.step import choose_step
 from kernels.check import choose
-from methods.base import Budgeted
+from methods.base import Budgeted, Plan
 from methods.full import Full
 from methods.slots import name_of
 from tasks.base import FREE, Sample, breakdown
 
 ROOT = Path(__file__).resolve().parent.parent
-STORE = Path("outputs/rows")  # finished rows by config hash, below the folder that run.py is started in
 MIN_REPEATS = 5
 MIN_DECODE_TOKENS = 128  # fewer cannot give a time per token
 WARM_UP_STEPS = 8
@@ -57,8 +56,8 @@ class NonFinite(RuntimeError):
     """Logits turned into NaN or infinity."""
 
 
-def check(cfg: DictConfig) -> None:
-    """Plan a cell without loading weights; ValueError with one line when it cannot run."""
+def check(cfg: DictConfig) -> Plan:
+    """The method's plan of a cell, without loading weights; ValueError with one line when it cannot run."""
     conf = OmegaConf.to_object(cfg)
     config = models.read_config(conf.model)
     device = torch.device(models.pick_device(conf.model.device))
@@ -96,8 +95,19 @@ def check(cfg: DictConfig) -> None:
         device=device,
         tp_size=conf.model.tp_size,
     )
-    conf.method.plan(spec)
+    plan = conf.method.plan(spec)
     choose_impls(conf, device)
+    return plan
+
+
+def identify(row: Row, cfg: DictConfig) -> Row:
+    """Fill in what a stored row must share with this one to stand for it; known before any weights are loaded."""
+    conf = OmegaConf.to_object(cfg)
+    source = models.weights_source(conf.model, conf.seed)
+    row.device_name = timing.device_name(torch.device(models.pick_device(conf.model.device)))
+    row.versions = versions() | ({"weights": source} if source else {}) | conf.task.versions()
+    row.code_hash, row.git_commit = code_hash(), git_commit()
+    return row
 
 
 def longest_context(config, method) -> int | None:
@@ -146,10 +156,10 @@ def run_cell(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
         if cfg.compare and side.name != "full":
             full_cfg = full_cell(cfg)
             full = make_side(full_cfg, loaded, peak_load, command_of_full(reproduce))
-            if stored := find_row(full.row) if full.task.mode != "score" else None:
+            if stored := store.find(full.row) if full.task.mode != "score" else None:
                 full.row, note = (
                     stored,
-                    f"full: reused from {STORE / (stored.config_hash + '.json')}, {stored.started_at}",
+                    f"full: reused from {store.row_path(stored.config_hash)}, {stored.started_at}",
                 )
         sides = [side] if full is None or note else [full, side]
         measure(sides, progress)
@@ -266,7 +276,7 @@ class Side:
         self.full_logits: Tensor | None = None
         self.greedy: tuple[Tensor, Tensor] | None = None
         self.log = SampleLog(
-            STORE / f"{self.row.config_hash}.samples.jsonl",
+            store.row_path(self.row.config_hash).with_suffix(".samples.jsonl"),
             {name: getattr(self.row, name) for name in ("code_hash", "device_name", "versions")},
         )
         self.recorded: dict[str, dict] = {}
@@ -582,13 +592,13 @@ class Side:
         files = [] if out_dir is None else [(out_dir / "samples.jsonl", lines), (out_dir / "row.json", self.row.to_json())]
         if self.row.status == "ok":
             # its samples are in the log beside it already
-            files.append((STORE / f"{self.row.config_hash}.json", self.row.to_json()))
+            files.append((store.row_path(self.row.config_hash), self.row.to_json()))
         for path, text in files:
             try:
                 write_atomic(path, text)
             except OSError as err:
                 # without its own folder there is no row; the store is only a convenience
-                if path.parent != STORE:
+                if path.parent != store.STORE:
                     raise
                 print(f"warning: {path} cannot be written ({err}): full will be measured again", file=sys.stderr)
         if self.traceback and out_dir:
@@ -614,20 +624,6 @@ def percentile(values: list[float], share: float) -> float:
     """Nearest-rank percentile."""
     ranked = sorted(values)
     return ranked[min(len(ranked) - 1, int(share * len(ranked)))]
-
-
-def find_row(like: Row) -> Row | None:
-    """The stored row of the same cell, measured by the same code on the same device and versions; None when there is none."""
-    path = STORE / f"{like.config_hash}.json"
-    if not path.exists():
-        return None
-    try:
-        row = Row.read(path)
-    except ValueError as err:
-        print(f"note: {err}; measuring full again", file=sys.stderr)
-        return None
-    same = all(getattr(row, name) == getattr(like, name) for name in ("code_hash", "device_name", "versions"))
-    return row if same and row.status == "ok" else None
 
 
 @functools.cache

@@ -5,17 +5,18 @@ conf/method/<name>.yaml. See a composed cell with `python run.py method=window -
 """
 
 import argparse
+import functools
 import hashlib
 import importlib
+import importlib.util
 import inspect
 import json
 import pkgutil
 import re
-import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from difflib import SequenceMatcher, get_close_matches
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ import methods
 import tasks
 from harness import assets
 from harness.models import ModelConf
+from harness.nearest import did_you_mean
 from harness.results import Row
 from methods.base import Method
 from methods.slots import KV_DTYPES
@@ -44,8 +46,14 @@ QUESTIONS = ("visible", "hidden", "two_turn")
 IMPLS = ("auto", "reference", "triton")
 DECODE_IMPLS = ("auto", "graph", "eager")
 LOGGERS = ("wandb", "none")
+PLANS = ("run", "only")
+RERUNS = ("missing", "failed", "all")
+# kept: resident bytes over those of the dense cache; prediction_error: |resident / predicted - 1|
+THRESHOLDS = ("min_accuracy", "max_kept_ratio", "max_prediction_error", "max_bound_ratio")
 # top-level values that flow into the method or the task, but only where its yaml takes them
 SHARED = {"sparsity": "method", "kv_budget": "method", "kv_dtype": "method", "question": "task"}
+# launchers that come with an extra of pyproject.toml, and the package that must be there
+EXTRAS = {"SlurmLauncher": ("slurm", "submitit"), "LocalLauncher": ("slurm", "submitit"), "RayLauncher": ("ray", "ray")}
 # what OmegaConf says of a wrong type, and what it wants
 EXPECTED = {
     "converted to Float": "a number",
@@ -93,7 +101,11 @@ class LoggerConf:
 
 @dataclass
 class Config:
-    """One cell. `sparsity`, `kv_budget` and `kv_dtype` flow into the method; compare: measure `full` beside it."""
+    """One cell. `sparsity`, `kv_budget` and `kv_dtype` flow into the method; compare: measure `full` beside it.
+
+    plan=only: show what would run; rerun: which cells of a sweep run again though they have a row of this code;
+    cell_timeout_s: after it a cell of a sweep is ended; thresholds: by method, `all` holds for every row.
+    """
 
     model: ModelConf = MISSING
     method: Any = MISSING
@@ -108,12 +120,27 @@ class Config:
     impl: str = "auto"
     decode_impl: str = "auto"
     compare: bool = True
+    plan: str = "run"
+    rerun: str = "missing"
+    cell_timeout_s: float = 14400
+    thresholds: dict[str, Any] = field(default_factory=lambda: {"all": dict.fromkeys(THRESHOLDS)})
 
     def __post_init__(self):
         if not 0 <= self.sparsity < 1:
             raise ValueError(f"sparsity={self.sparsity} is outside [0, 1): 0 keeps all, 0.8 drops 80 % of the bytes")
         if self.kv_budget is not None and not 0 < self.kv_budget <= 1:
             raise ValueError(f"kv_budget={self.kv_budget} is outside (0, 1]: the share of the bf16 full cache's bytes")
+        if self.cell_timeout_s <= 0:
+            raise ValueError(f"cell_timeout_s={self.cell_timeout_s} is too small: give seconds above 0")
+        for scope, limits in self.thresholds.items():
+            if not isinstance(limits, dict):
+                raise ValueError(f"thresholds.{scope}={limits} has the wrong type: expected one of {', '.join(THRESHOLDS)}")
+            for name, limit in limits.items():
+                _one_of(f"thresholds.{scope}", name, THRESHOLDS)
+                if isinstance(limit, bool) or not isinstance(limit, int | float | None):
+                    raise ValueError(f"thresholds.{scope}.{name}={limit} has the wrong type: expected a number")
+        _one_of("plan", self.plan, PLANS)
+        _one_of("rerun", self.rerun, RERUNS)
         if self.seed < 0:
             raise ValueError(f"seed={self.seed} is negative: use 0 or more")
         _one_of("kv_dtype", self.kv_dtype, ("auto", *KV_DTYPES))
@@ -129,8 +156,8 @@ def _one_of(key: str, value: str, choices: tuple[str, ...]) -> None:
 
 def _suggest(word: str, choices) -> str:
     """The end of an error line: the nearest of `choices` and all of them."""
-    near = get_close_matches(word, choices, n=1, cutoff=0.5)
-    return f"{f': did you mean {near[0]}? Valid' if near else '; valid'}: {', '.join(choices)}"
+    guess = did_you_mean(word, choices)
+    return f"{f'{guess} Valid' if guess else '; valid'}: {', '.join(choices)}"
 
 
 def discover(package, base: type) -> dict[str, type]:
@@ -148,7 +175,7 @@ def discover(package, base: type) -> dict[str, type]:
 
 
 def register() -> None:
-    """Tell Hydra the schemas, and OmegaConf the resolvers that conf/config.yaml uses."""
+    """Tell Hydra the schemas."""
     store = ConfigStore.instance()
     store.store(name="schema", node=Config)
     for group, schema in (("model", ModelConf), ("shape", ShapeConf), ("logger", LoggerConf)):
@@ -156,10 +183,6 @@ def register() -> None:
     for group, package, base in (("method", methods, Method), ("task", tasks, Task)):
         for name, schema in discover(package, base).items():
             store.store(group=group, name=f"{name}_schema", node=schema)
-    OmegaConf.register_new_resolver("new_dir", _new_dir, use_cache=True, replace=True)
-    OmegaConf.register_new_resolver("cell_dir", _cell_dir, replace=True)
-    OmegaConf.register_new_resolver("options", _list_options, replace=True)
-    OmegaConf.register_new_resolver("model_file", _model_file, replace=True)
 
 
 def _new_dir(path: str) -> str:
@@ -188,14 +211,36 @@ def _model_file(file: str, *, _root_) -> str:
     return assets.find(_root_.model.name, _root_.model.path, file)
 
 
+# on import: a worker of a cluster reads a configuration without a pre-flight
+OmegaConf.register_new_resolver("new_dir", _new_dir, use_cache=True, replace=True)
+OmegaConf.register_new_resolver("cell_dir", _cell_dir, replace=True)
+OmegaConf.register_new_resolver("options", _list_options, replace=True)
+OmegaConf.register_new_resolver("model_file", _model_file, replace=True)
+
+
 def _groups() -> list[str]:
-    return [group for group in GlobalHydra.instance().config_loader().list_groups("") if group != "hydra"]
+    return _groups_of(GlobalHydra.instance().config_loader())
 
 
 def options(group: str) -> list[str]:
     """Names that can be chosen in a config group; needs an initialised Hydra."""
-    names = GlobalHydra.instance().config_loader().get_group_options(group)
-    return sorted(name for name in names if not name.endswith("_schema"))
+    return _options_of(GlobalHydra.instance().config_loader(), group)
+
+
+# Hydra reads the folders at every call, a sweep asks hundreds of times
+@functools.lru_cache(1)
+def _groups_of(loader) -> list[str]:
+    return [group for group in loader.list_groups("") if group != "hydra"]
+
+
+@functools.lru_cache(16)
+def _options_of(loader, group: str) -> list[str]:
+    return sorted(name for name in loader.get_group_options(group) if not name.endswith("_schema"))
+
+
+@functools.lru_cache(64)
+def _compose_groups(loader, overrides: tuple[str, ...]) -> DictConfig:
+    return compose("config", list(overrides))
 
 
 def choice_of(node: DictConfig) -> str:
@@ -260,35 +305,71 @@ def config_hash(cell: dict) -> str:
     return hashlib.sha256(json.dumps(cell, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def preflight(argv: list[str]) -> None:
+def family_hash(cell: dict) -> str:
+    """Hash of a cell without its size: cells that differ in context length and batch only have the same."""
+    sizes = ("context_len", "batch_size")
+    return config_hash(cell | {"shape": {key: value for key, value in cell["shape"].items() if key not in sizes}})
+
+
+@dataclass
+class Request:
+    """What the arguments ask for. cells: configuration and overrides of each different cell by its config hash.
+
+    argv: the same arguments with `method=glob(*)` written out, because Hydra's own glob would match the schemas too.
+    """
+
+    argv: list[str]
+    multirun: bool = False
+    cells: dict[str, tuple[DictConfig, list[str]]] = field(default_factory=dict)
+    # overrides of cells that equal an earlier one, and the overrides of that one
+    duplicates: list[tuple[list[str], list[str]]] = field(default_factory=list)
+    # with a sweeper that chooses as it goes: how many cells it will try; `cells` then holds one example
+    num_trials: int | None = None
+    # the cells run on other machines, of which this one knows nothing
+    remote: bool = False
+
+
+def preflight(argv: list[str]):
     """Compose and check every cell that these arguments ask for, before Hydra runs and before any weights are loaded.
 
-    Warnings go to stderr. Raises ConfigError with one line for the first mistake; in a sweep a cell whose plan is
-    impossible is only named, unless no cell is left: it becomes a row with status invalid.
+    Returns:
+        the harness.plan.Plan, or None where the arguments only ask for help or a configuration. Warnings go to stderr.
+    Raises:
+        ConfigError: with one line for the first mistake; in a sweep a cell whose plan is impossible is none, unless no
+            cell is left: it becomes a row with status invalid.
     """
     register()
     args = _flags(argv)
     if args.help or args.hydra_help or args.shell_completion:
-        return
-    notes, unique, names = [], {}, {}
+        return None
+    notes = []
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cells, multirun = _expand(args)
+        request = Request([_without_glob(word) for word in argv])
+        cells = _expand(_flags(request.argv), request)
         for overrides in cells:
-            cfg, label = _compose(overrides), shlex.join(overrides)
+            cfg = _compose(overrides)
             notes += _ignored(overrides, cfg)
+            scopes = ("all", *options("method"))
+            for name in cfg.thresholds:
+                if name not in scopes:
+                    raise ConfigError(f"thresholds.{name} is for no method{_suggest(name, scopes)}")
             key = config_hash(cell_of(cfg))
-            if key in unique:
-                notes.append(f"note: dropped {label}: the same cell as {names[key]}")
-            unique.setdefault(key, cfg)
-            names.setdefault(key, label)
+            if key in request.cells:
+                request.duplicates.append((overrides, request.cells[key][1]))
+            else:
+                request.cells[key] = cfg, overrides
     if args.cfg or args.info:
-        return
-    impossible = _impossible(unique)
-    if impossible and (not multirun or len(impossible) == len(unique)):
-        raise ConfigError(next(iter(impossible.values())))
-    notes += [f"note: cannot run, becomes an invalid row: {names[key]}: {why}" for key, why in impossible.items()]
+        return None
+    # imported late: a typo is reported before the engine is loaded
+    from harness.plan import make_plan
+
+    plan = make_plan(request)
+    impossible = [cell.why for cell in plan.cells if cell.state == "impossible"]
+    if impossible and not request.remote and (not request.multirun or len(impossible) == len(plan.cells)):
+        raise ConfigError(impossible[0])
     for note in dict.fromkeys(notes):
         print(note, file=sys.stderr)
+    return plan
 
 
 def compose_cells(overrides: list[str]) -> list[DictConfig]:
@@ -298,22 +379,19 @@ def compose_cells(overrides: list[str]) -> list[DictConfig]:
     """
     register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        cells, _ = _expand(_flags(["-m", *overrides]))
-        return [_compose(lines) for lines in cells]
+        request = Request([_without_glob(word) for word in ["-m", *overrides]])
+        return [_compose(lines) for lines in _expand(_flags(request.argv), request)]
 
 
-def _impossible(cells: dict[str, DictConfig]) -> dict[str, str]:
-    """Why a cell cannot run, for those that cannot; looks at the model's config and the method's plan."""
-    # imported late: a typo is reported before the engine is loaded
-    from harness.cell import check
-
-    reasons = {}
-    for key, cfg in cells.items():
-        try:
-            check(cfg)
-        except ValueError as err:
-            reasons[key] = _one_line(err)
-    return reasons
+def _without_glob(word: str) -> str:
+    key, _, value = word.partition("=")
+    if not value.startswith("glob(") or key not in _groups():
+        return word
+    (item,) = _parse(OverridesParser.create(config_loader=GlobalHydra.instance().config_loader()), [word])
+    names = [name for name in item.value().filter(options(key)) if not name.endswith("_schema")]
+    if not names:
+        raise ConfigError(f"{word} matches no {key}; all of them: {', '.join(options(key))}")
+    return f"{key}={','.join(names)}"
 
 
 def _flags(argv: list[str]) -> argparse.Namespace:
@@ -336,21 +414,51 @@ def _flags(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _expand(args: argparse.Namespace) -> tuple[list[list[str]], bool]:
-    """Overrides of each cell, and whether this is a sweep. Raises ConfigError for a name that exists nowhere."""
+def _expand(args: argparse.Namespace, request: Request) -> list[list[str]]:
+    """Overrides of each cell; the request learns what kind it is. Raises ConfigError for a name that exists nowhere."""
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
     overrides = _parse(parser, args.overrides)
     fixed = [item.input_line for item in overrides if not item.is_sweep_override()]
     hydra = _compose(fixed, keep_hydra=True).hydra
-    multirun = args.multirun or hydra.mode is not None and hydra.mode.name == "MULTIRUN"
+    request.multirun = args.multirun or hydra.mode is not None and hydra.mode.name == "MULTIRUN"
     sweeps = [item.input_line for item in overrides if item.is_sweep_override()]
-    if not multirun:
+    if not request.multirun:
         if sweeps:
             raise ConfigError(f"{sweeps[0]} are several values: add -m to run one cell for each")
-        return [fixed], False
-    params = [f"{key}={value}" for key, value in (hydra.sweeper.params or {}).items()]
-    batches = BasicSweeper.split_arguments(_parse(parser, params) + overrides, None)
-    return batches[0], True
+        return [fixed]
+    request.remote = hydra.launcher._target_.rpartition(".")[2] in EXTRAS
+    _check_extra(hydra.launcher._target_)
+    own = {item.key_or_group for item in overrides}
+    for key, value in (hydra.sweeper.params or {}).items():
+        if key not in own:
+            word = _without_glob(f"{key}={value}")
+            overrides += _parse(parser, [word])
+            if word != f"{key}={value}":
+                request.argv.append(word)
+    if not hydra.sweeper._target_.endswith(".BasicSweeper"):
+        request.num_trials = hydra.sweeper.get("n_trials")
+        return [[f"{item.key_or_group}={_example(item)}" for item in overrides]]
+    try:
+        return BasicSweeper.split_arguments(overrides, None)[0]
+    except HydraException as err:
+        raise ConfigError(f"{_one_line(err)}: give values as in a=1,2, or search with hydra/sweeper=optuna") from None
+
+
+def _check_extra(target: str) -> None:
+    """Refuse a launcher whose package is not installed."""
+    for class_name, (extra, package) in EXTRAS.items():
+        if target.endswith(class_name) and importlib.util.find_spec(package) is None:
+            install = f"pip install -c constraints.txt -e '.[{extra}]'"
+            raise ConfigError(f"this launcher needs the package {package}: {install}")
+
+
+def _example(item: Override) -> str:
+    """One value of an override that a sweeper will choose."""
+    if not item.is_sweep_override():
+        return item.get_value_element_as_str()
+    if item.is_discrete_sweep():
+        return next(iter(item.sweep_string_iterator()))
+    return str(item.value().start)
 
 
 def _parse(parser: OverridesParser, lines: list[str]) -> list[Override]:
@@ -372,7 +480,8 @@ def _compose(overrides: list[str], keep_hydra: bool = False) -> DictConfig:
         _check_group(item)
     groups = _groups()
     try:
-        chosen = compose("config", [item.input_line for item in parsed if item.key_or_group in groups])
+        words = tuple(item.input_line for item in parsed if item.key_or_group in groups)
+        chosen = _compose_groups(GlobalHydra.instance().config_loader(), words)
         for item in own:
             if item.key_or_group not in groups:
                 _check_key(item, chosen)
@@ -403,8 +512,6 @@ def _check_group(item: Override) -> None:
     names = options(key)
     if item.is_add():
         raise ConfigError(f"{item.input_line} is not allowed: write it without the +")
-    if str(value).endswith("_schema"):
-        raise ConfigError(f"{value} is the schema of a {key}; all of them: '{key}=glob(*,exclude=*_schema)'")
     if value not in names and not (key == "experiment" and value is None):
         word = item.get_value_element_as_str()
         raise ConfigError(f"unknown {key} {word!r}{_suggest(word, names)}")
@@ -419,11 +526,14 @@ def _check_key(item: Override, cfg: DictConfig) -> None:
             raise ConfigError(f"{item.input_line} is not allowed: write it without the +")
         return
     parent, _, leaf = key.rpartition(".")
-    if parent and parent in valid and OmegaConf.get_type(OmegaConf.select(cfg, parent)) is dict:
+    home = parent
+    while home and home not in valid:
+        home = home.rpartition(".")[0]
+    if home not in ("", "thresholds.all") and OmegaConf.get_type(OmegaConf.select(cfg, home)) is dict:
         # a free dict such as model.config takes new keys, but only with Hydra's +
         if item.is_add():
             return
-        raise ConfigError(f"{key} is new in {parent}: write +{item.input_line}")
+        raise ConfigError(f"{key} is new in {home}: write +{item.input_line}")
 
     def likeness(other):
         home, _, name = other.rpartition(".")

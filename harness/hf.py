@@ -5,7 +5,6 @@ returned key; the key carries the KVLayer it belongs to, so no global state and 
 """
 
 import copy
-import difflib
 import functools
 import inspect
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from transformers import AttentionInterface, Cache, CacheLayerMixin, PreTrainedC
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import methods
+from harness.nearest import did_you_mean
 from harness.sliding import Sliding
 from methods.base import KVLayer, Method, Spec
 
@@ -220,8 +220,7 @@ def attach(model: nn.Module, method: str | Method, *, max_new_tokens: int = 512,
     else:
         known = discover(methods, Method)
         if method not in known:
-            near = difflib.get_close_matches(method, known, n=1)
-            hint = f": did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(method, known)
             raise ValueError(f"attach: unknown method {method!r}{hint}; valid: {', '.join(sorted(known))}")
         make = lambda: known[method](**knobs)  # noqa: E731
     make()  # a wrong knob is an error here, not in the middle of generate()

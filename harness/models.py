@@ -6,7 +6,6 @@ Every mistake is a ValueError of one line. torch and transformers are imported w
 command line must not wait for them.
 """
 
-import difflib
 import functools
 import hashlib
 import inspect
@@ -24,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from harness.nearest import did_you_mean
 
 # tqdm reads this on its first import, which torch may do
 os.environ.setdefault("TQDM_DISABLE", "1")
@@ -93,14 +94,11 @@ def load(conf: ModelConf, seed: int = 0) -> Loaded:
     check_ranks(conf, config)
     if conf.config:
         model, tokenizer = _random_model(config, dtype, device, seed), ByteTokenizer()
-        source = f"random:{config.model_type} (seed {seed})"
     elif conf.path:
         with _path_errors(conf.path):
             model, tokenizer = _read_model(conf.path, config, dtype, conf.tp_size)
-        commit = getattr(config, "_commit_hash", None)
-        source = f"hub:{conf.path}@{commit}" if commit else f"path:{conf.path} ({_fingerprint(conf.path)})"
     else:
-        folder, source = smollm2_folder()
+        folder, _ = smollm2_folder()
         try:
             model, tokenizer = _read_model(str(folder), config, dtype, conf.tp_size)
         except _load_errors() as err:
@@ -112,7 +110,19 @@ def load(conf: ModelConf, seed: int = 0) -> Loaded:
     model = model.eval().requires_grad_(False)
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-    return Loaded(model, tokenizer, source, getattr(config.get_text_config(), "max_position_embeddings", sys.maxsize))
+    max_context = getattr(config.get_text_config(), "max_position_embeddings", sys.maxsize)
+    return Loaded(model, tokenizer, weights_source(conf, seed, config), max_context)
+
+
+def weights_source(conf: ModelConf, seed: int, config=None) -> str | None:
+    """Where the weights come from, in words that change when they do; None for a default model that is not prepared yet."""
+    config = config or read_config(conf)
+    if conf.config:
+        return f"random:{config.model_type} (seed {seed})"
+    if conf.path:
+        commit = getattr(config, "_commit_hash", None)
+        return f"hub:{conf.path}@{commit}" if commit else f"path:{conf.path} ({_fingerprint(conf.path)})"
+    return next((_source_of(folder) for folder in _finished_folders().values() if folder.is_dir()), None)
 
 
 def read_config(conf: ModelConf):
@@ -244,13 +254,13 @@ def _random_config(values: dict[str, Any]):
 
     kind = values.pop("model_type", None)
     if kind not in CONFIG_MAPPING:
-        hint = _nearest(str(kind), CONFIG_MAPPING.keys())
+        hint = did_you_mean(str(kind), CONFIG_MAPPING.keys())
         raise ValueError(f"model.config.model_type={kind} is no model type of transformers{hint}; try llama")
     known = CONFIG_MAPPING[kind]()
     for key in values:
         # transformers keeps unknown keys silently
         if not hasattr(known, key):
-            raise ValueError(f"model.config.{key} is no field of a {kind} config{_nearest(key, known.to_dict())}")
+            raise ValueError(f"model.config.{key} is no field of a {kind} config{did_you_mean(key, known.to_dict())}")
     try:
         config = AutoConfig.for_model(kind, **values)
     except (ValueError, TypeError, StrictDataclassError) as err:
@@ -361,7 +371,7 @@ def smollm2_folder() -> tuple[Path, str]:
 
     A finished folder is used without asking the hub. ValueError when the weights can be neither found nor fetched.
     """
-    finished = {kind: cache_dir() / f"{NAME}-{kind}-{ADAPTER_SHA256[:12]}" for kind in ("hub", "package")}
+    finished = _finished_folders()
     for folder in finished.values():
         if folder.is_dir():
             return folder, _source_of(folder)
@@ -387,6 +397,11 @@ def smollm2_folder() -> tuple[Path, str]:
         raise ValueError(
             f"cannot prepare {NAME} in {cache_dir()} ({_one_line(err)}): it needs 1.3 GB there, KVGAUGE_CACHE=<folder> moves it"
         ) from err
+
+
+def _finished_folders() -> dict[str, Path]:
+    """Where the converted model stands, or will, by the kind of its base weights."""
+    return {kind: cache_dir() / f"{NAME}-{kind}-{ADAPTER_SHA256[:12]}" for kind in ("hub", "package")}
 
 
 def _fetch(work: Path) -> tuple[str, Path, dict[str, str], str]:
@@ -528,11 +543,6 @@ def _quiet() -> None:
 
 def _note(text: str) -> None:
     print(f"kvgauge: {text}", file=sys.stderr, flush=True)
-
-
-def _nearest(word: str, valid) -> str:
-    near = difflib.get_close_matches(word, list(valid), n=1)
-    return f": did you mean {near[0]}?" if near else ""
 
 
 def _one_line(err) -> str:

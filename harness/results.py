@@ -1,12 +1,15 @@
 """One cell gives one row: the columns of every table, file and dashboard are the fields below.
 
 Units stand in the names. A value that is not known is `None` (JSON null), never NaN or infinity: the file stays valid JSON.
+
+    python -m harness.results ls|show|export [folder]      rows of any folder, see harness/report/listing.py
 """
 
 import dataclasses
 import json
 import math
 import os
+import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +29,11 @@ FLAGS = (
     "partly_noop",
     "double_bos",
     "truncated",
+    "shared_device",
+    "pruned",
 )
+# without these a JSON object is no row; all else has a default, so that rows of older versions load
+REQUIRED = ("status", "model", "method", "task", "config_hash")
 
 
 @dataclass
@@ -110,6 +117,8 @@ class Row:
     code_hash: str = ""
     git_commit: str | None = None
     device_name: str = ""
+    shared_with: str | None = None  # who else used the device
+    duration_s: float | None = None  # of the whole process, from its start to this row
     versions: dict[str, str] = field(default_factory=dict)
     started_at: str = ""
     reproduce: str = ""
@@ -126,10 +135,20 @@ class Row:
     def read(cls, path: str | Path) -> "Row":
         """Row from a row.json; a file that is no row raises ValueError and names the file."""
         try:
-            values = json.loads(Path(path).read_text())
-            return cls(**values)
-        except (json.JSONDecodeError, TypeError, UnicodeDecodeError) as err:
-            raise ValueError(f"{path} is not a row of this version: {err}") from None
+            return cls.from_dict(json.loads(Path(path).read_text()), str(path))
+        except (json.JSONDecodeError, UnicodeDecodeError) as err:
+            raise ValueError(f"{path} is not a row: {err}") from None
+
+    @classmethod
+    def from_dict(cls, values: dict, source: str) -> "Row":
+        """Row of any version: a missing field gets its default, one that is unknown here is named on stderr and left out."""
+        missing = [name for name in REQUIRED if not isinstance(values, dict) or name not in values]
+        if missing:
+            raise ValueError(f"{source} is not a row: it has no {', '.join(missing)}")
+        known = {item.name for item in dataclasses.fields(cls)}
+        if unknown := sorted(values.keys() - known):
+            print(f"note: {source} is of another version, left out: {', '.join(unknown)}", file=sys.stderr)
+        return cls(**{name: value for name, value in values.items() if name in known})
 
 
 def _finite(value):
@@ -156,3 +175,9 @@ def write_atomic(path: str | Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+if __name__ == "__main__":
+    from harness.report.listing import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -34,6 +34,8 @@ FLAG_TEXTS = {
     "partly_noop": "some prompts are too short for the budget and were kept whole: num_noop of num_samples",
     "double_bos": "prompts begin with two BOS, as lm-eval builds them for this tokenizer",
     "truncated": "prompts longer than the model allows lost their front",
+    "shared_device": "something else used the device: times are too long, memory may have run out for that reason",
+    "pruned": "not run: a smaller cell of the same method ran out of memory already",
     "not_interleaved": "full and the method were timed one after the other, not in turns",
 }
 QUESTION_TEXTS = {"visible": "compression has seen it", "hidden": "compression has not seen it"}

@@ -102,7 +102,7 @@ MISTAKES = [
     ("model.path=a(b", "cannot read 'model.path=a(b': put quotes around special characters"),
     ("sparsity=${nothing}", "Interpolation key 'nothing' not found"),
     ("hydra.foo=1", "hydra.foo: Key 'foo' not in 'HydraConf'"),
-    ("hydra/launcher=nope", "Could not find 'hydra/launcher/nope' Available options in 'hydra/launcher': basic"),
+    ("hydra/launcher=nope", "Could not find 'hydra/launcher/nope' Available options in 'hydra/launcher': basic process ray"),
     ("method=full,window", "method=full,window are several values: add -m"),
     ("--sparsity=0.5", "unknown option --sparsity=0.5: values are given without dashes, as in sparsity=..."),
     ("--cfg nope", "invalid choice: 'nope'"),
@@ -110,7 +110,15 @@ MISTAKES = [
     ("method=full -m seed=1", "flags such as -m stand before or after all overrides"),
     ("-m method=full,windw", "unknown method 'windw': did you mean window?"),
     ("-m method=full seed=0,1 sparsity=0.1,1.2", "sparsity=1.2 is outside [0, 1)"),
-    ("-m method=glob(*)", "method=glob(*,exclude=*_schema)"),
+    ("-m method=glob(x*)", "method=glob(x*) matches no method; all of them: full, "),
+    ("plan=onyl", "plan=onyl is unknown: did you mean only? Valid: run, only"),
+    ("rerun=fail", "rerun=fail is unknown: did you mean failed? Valid: missing, failed, all"),
+    ("cell_timeout_s=0", "cell_timeout_s=0.0 is too small: give seconds above 0"),
+    ("thresholds.all.min_acuracy=1", "unknown key 'thresholds.all.min_acuracy'"),
+    ("+thresholds.full.min_acuracy=1", "thresholds.full=min_acuracy is unknown: did you mean min_accuracy?"),
+    ("+thresholds.ful.min_accuracy=1", "thresholds.ful is for no method: did you mean full?"),
+    ("thresholds.all.min_accuracy=x", "thresholds.all.min_accuracy=x has the wrong type: expected a number"),
+    ("-m seed=interval(0,1)", "give values as in a=1,2, or search with hydra/sweeper=optuna"),
     ("model=dummy shape.context_len=9999999", "9999999"),
     ("-m model=dummy shape.context_len=8888888,9999999", "8888888"),
 ]
@@ -163,14 +171,12 @@ def test_value_that_nothing_reads_gives_one_warning(line, warning, capsys):
 
 def test_sweep_names_duplicates_and_impossible_cells(capsys):
     lengths = "shape.context_len=300,9999999"
-    preflight(["-m", "model=dummy", "method=full", "sparsity=0.1,0.5", lengths])
-    notes = capsys.readouterr().err.splitlines()
-    assert notes[0] == "warning: method=full ignores sparsity"
-    dropped = [note for note in notes if note.startswith("note: dropped")]
-    first, second = (f"model=dummy method=full sparsity={value} shape.context_len=300" for value in ("0.1", "0.5"))
-    assert dropped[0] == f"note: dropped {second}: the same cell as {first}"
-    assert len(dropped) == 2
-    assert notes[-1].startswith("note: cannot run, becomes an invalid row: model=dummy method=full sparsity=0.1 ")
+    plan = preflight(["-m", "model=dummy", "method=full", "sparsity=0.1,0.5", lengths])
+    assert capsys.readouterr().err.splitlines() == ["warning: method=full ignores sparsity"]
+    first, second = (f"sparsity={value} shape.context_len=300" for value in ("0.1", "0.5"))
+    assert len(plan.dropped) == 2 and plan.dropped[0] == (second, first)
+    assert [cell.state for cell in plan.cells] == ["run", "impossible"]
+    assert "9999999" in plan.cells[1].why
 
 
 def test_sweep_in_an_experiment_is_expanded(tmp_path, monkeypatch, capsys):
@@ -178,7 +184,7 @@ def test_sweep_in_an_experiment_is_expanded(tmp_path, monkeypatch, capsys):
     (tmp_path / "experiment").mkdir()
     for path in CONF.rglob("*.yaml"):
         copy = tmp_path / path.relative_to(CONF)
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_text(path.read_text())
     text = "# @package _global_\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      method: full,windw\n"
     (tmp_path / "experiment" / "two.yaml").write_text(text)
