@@ -222,6 +222,19 @@ def test_quant_headroom(tiny_llama):
     assert window(sparsity=limit, quant_headroom=0.01, kv_dtype="int8") == 32
 
 
+def test_int4_is_stored_as_the_method_needs_it(tiny_llama):
+    """Overwriting: step and zero per token, no tail, tiles of 32. The budget is a share of the same full cache."""
+    spec = hf.make_spec(tiny_llama(head_dim=64), batch_size=1, context_len=2000, max_new_tokens=9, impl="reference")
+    ring, choice = Window(kv_dtype="int4"), SparDA(predict_layers=[1], kv_dtype="int4")
+    for method in (ring, choice):
+        method.bind(spec)
+    assert ring.stored_facts() == {"kv_format": "int4_token", "kv_bits": 5.0}
+    assert choice.stored_facts() == {"kv_format": "int4", "kv_bits": 5.0}
+    assert ring.planned.ledger.keys() == {"kv", "scales", "index"} and "tail" in choice.planned.ledger
+    assert ring.planned.kept % 32 == 0
+    assert ring.budget_bytes(spec) == choice.budget_bytes(spec) == int(0.2 * spec.full_bytes("int4") + 1e-6)
+
+
 def test_int4_names_its_tail_when_the_budget_is_too_small(tiny_llama):
     with pytest.raises(
         ValueError, match="the 16-bit tail of 128 tokens is 52% of the full cache; kv_dtype=int8 has none"
