@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kernels.prefill_attention import prefill_attention
-from methods.slots import BLOCK, KV_DTYPES, PlainFormat, Slots, format_of, make_slots, name_of
+from methods.slots import BLOCK, KV_DTYPES, PlainFormat, Slots, format_of, make_slots, name_of, read_head_bits
 
 
 @dataclass(frozen=True)
@@ -96,33 +96,45 @@ class Plan:
 
 @dataclass
 class Method:
-    """Base of all methods. Fields are knobs (and the Hydra schema); state is made by bind()."""
+    """Base of all methods. Fields are knobs (and the Hydra schema); state is made by bind().
+
+    head_bits: with kv_dtype=int4, a json of `python -m harness.sensitivity`: the KV heads in it that get 8 bits.
+    """
 
     kv_dtype: str = "auto"
+    head_bits: str | None = None
 
     memory_class: ClassVar[str] = "none"
     # evicts between the chunks of a prompt, so that memory is constant however long the text is
     streams: ClassVar[bool] = False
-    # whether new tokens go to slots that older ones held: then int4 cannot seal them in blocks
+    # whether new tokens go to slots that older ones held: then int4 cannot seal them in blocks and is stored as int4_token
     overwrites: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.kv_dtype not in ("auto", *KV_DTYPES):
             raise ValueError(f"kv_dtype={self.kv_dtype} is not one of auto, {', '.join(KV_DTYPES)}")
+        if self.head_bits is not None:
+            if self.kv_dtype != "int4":
+                raise ValueError(f"head_bits raises heads of kv_dtype=int4 to 8 bits; set kv_dtype=int4, not {self.kv_dtype}")
+            if self.overwrites:
+                raise ValueError(f"head_bits: {type(self).__name__} overwrites slots, mixed bits seal them; drop head_bits")
+            self.bits = read_head_bits(self.head_bits)
 
     def stored_dtype(self, spec: Spec) -> str:
         """kv_dtype with `auto` resolved to the model's."""
         return name_of(spec.dtype) if self.kv_dtype == "auto" else self.kv_dtype
 
     def formats(self, spec: Spec) -> list:
-        """How each layer is stored, PlainFormat or KVFormat; ValueError where this method or model cannot be."""
-        format = format_of(self.stored_dtype(spec), spec.head_dim)
-        if self.overwrites and not format.overwrites:
+        """How each layer is stored, PlainFormat or KVFormat; ValueError where this model cannot be."""
+        kv_dtype = self.stored_dtype(spec)
+        if self.head_bits is None:
+            return [format_of(kv_dtype, spec.head_dim, self.overwrites)] * spec.num_layers
+        if [len(layer) for layer in self.bits] != [spec.num_kv_heads] * spec.num_layers:
             raise ValueError(
-                f"kv_dtype={self.kv_dtype} seals tokens in blocks, and {type(self).__name__} overwrites single slots; "
-                "use kv_dtype=int8 or kv_dtype=fp8"
+                f"head_bits={self.head_bits} is not for {spec.num_layers} layers with {spec.num_kv_heads} KV heads: "
+                "run python -m harness.sensitivity with this model"
             )
-        return [format] * spec.num_layers
+        return [format_of(kv_dtype, spec.head_dim, head_bits=layer) for layer in self.bits]
 
     def count_formats(self, spec: Spec, layers: Collection[int] | None) -> Counter:
         """How many of these layers (None: all) are stored in which format."""
@@ -145,6 +157,8 @@ class Method:
 
     def full_bytes(self, spec: Spec) -> int:
         """Bytes of the dense cache after prefill, stored as this method stores it."""
+        if self.head_bits is not None:
+            return sum(self.held_bytes(spec, spec.context_len).values())
         return spec.full_bytes(self.stored_dtype(spec))
 
     def stored_facts(self) -> dict:
@@ -153,7 +167,9 @@ class Method:
         if isinstance(formats[0], PlainFormat):
             return {}
         bits = [format.bits(self.spec.head_dim, self.spec.num_kv_heads) for format in formats]
-        return {"kv_format": formats[0].name, "kv_bits": round(sum(bits) / len(bits), 4)}
+        facts = {"kv_format": formats[0].name, "kv_bits": round(sum(bits) / len(bits), 4)}
+        # the knob is a path: what stood in the file belongs to the row
+        return facts | {"head_bits": ["".join(map(str, layer)) for layer in self.bits]} if self.head_bits else facts
 
     def plan(self, spec: Spec) -> Plan:
         """Slots and predicted bytes for these shapes; ValueError with one line when they are impossible."""
@@ -178,7 +194,8 @@ class Method:
         grows = grows or noop
         if not (grows or self.overwrites or all(format.overwrites for format in self.formats(spec))):
             raise ValueError(
-                f"{type(self).__name__} overwrites slots without saying so: set overwrites = True in it, or use kv_dtype=int8"
+                f"{type(self).__name__} overwrites slots, which a sealed kv_dtype={self.kv_dtype} cannot: let it say so with "
+                "overwrites = True, or use kv_dtype=int8"
             )
         others = [layer for layer in range(spec.num_layers) if layer not in whole]
         ledger = Counter(self.held_bytes(spec, kept, others))

@@ -4,7 +4,9 @@ Every method stores through this module, so that kv_dtype is orthogonal to the m
 slots take and which of them attention reads; make_slots allocates them.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,7 +17,18 @@ from kernels.decode_attention import decode_attention
 from kernels.decode_attention_quant import decode_attention_quant
 from kernels.quantize import BLOCK, KVFormat, allocate, dequantize, overwrite_keys, quantize
 
-__all__ = ["BLOCK", "KV_DTYPES", "KVFormat", "PlainFormat", "QuantSlots", "Slots", "format_of", "make_slots", "name_of"]
+__all__ = [
+    "BLOCK",
+    "KV_DTYPES",
+    "KVFormat",
+    "PlainFormat",
+    "QuantSlots",
+    "Slots",
+    "format_of",
+    "make_slots",
+    "name_of",
+    "read_head_bits",
+]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 QUANT_DTYPES = ("int8", "fp8", "int4")
@@ -48,8 +61,14 @@ class PlainFormat:
         return 2 * num_kv_heads * length * head_dim * DTYPES[self.name].itemsize
 
 
-def format_of(kv_dtype: str, head_dim: int, head_bits: tuple[int, ...] = ()) -> PlainFormat | KVFormat:
-    """How a layer of this kv_dtype is stored; head_bits: 8 or 4 per KV head in place of int4's 4."""
+def format_of(
+    kv_dtype: str, head_dim: int, overwrites: bool = False, head_bits: tuple[int, ...] = ()
+) -> PlainFormat | KVFormat:
+    """How a layer of this kv_dtype is stored.
+
+    Args:
+        overwrites: single slots will be overwritten, so int4 becomes int4_token; head_bits: 8 or 4 per KV head in place of 4.
+    """
     if kv_dtype not in QUANT_DTYPES:
         return PlainFormat(kv_dtype)
     if kv_dtype != "int4":
@@ -57,7 +76,21 @@ def format_of(kv_dtype: str, head_dim: int, head_bits: tuple[int, ...] = ()) -> 
     group = next((group for group in GROUPS if head_dim % group == 0), None)
     if group is None:
         raise ValueError(f"kv_dtype=int4 wants a head dim that {GROUPS[-1]} divides, not {head_dim}; use kv_dtype=int8")
-    return KVFormat("mixed", group, head_bits) if head_bits else KVFormat("int4", group)
+    if head_bits:
+        return KVFormat("mixed", group, head_bits)
+    return KVFormat("int4_token" if overwrites else "int4", group)
+
+
+def read_head_bits(path: str) -> list[tuple[int, ...]]:
+    """8 or 4 per layer and KV head, from a json that `python -m harness.sensitivity` wrote."""
+    try:
+        bits = json.loads(Path(path).read_text())["bits"]
+        assert all(set(layer) <= {4, 8} for layer in bits)
+    except (OSError, ValueError, KeyError, TypeError, AssertionError):
+        raise ValueError(
+            f"head_bits={path} is no list of bits per head: write one with python -m harness.sensitivity --out {path}"
+        ) from None
+    return [tuple(layer) for layer in bits]
 
 
 class Slots:
@@ -107,8 +140,8 @@ class Slots:
 class QuantSlots:
     """K and V of one layer as codes with steps and zeros, dequantised inside the attention kernel; the same calls as Slots.
 
-    int8 and fp8 take a row in any slot. int4 and mixed want token t in slot t: store from slot 0, then append one after the
-    other; blocks of 128 are sealed as they fill, the newest tokens wait in a 16-bit tail. So a row of a tail is exact.
+    int8, fp8 and int4_token take a row in any slot. int4 and mixed want token t in slot t: store from slot 0, then append in
+    order; blocks of 128 are sealed as they fill, until then the newest tokens lie in a 16-bit tail.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ import methods
 from harness.config import discover
 from harness.ledger import HEADROOM, measure
 from methods.base import Method, Spec
-from methods.slots import KV_DTYPES, QuantSlots, format_of, make_slots
+from methods.slots import KV_DTYPES, KVFormat, QuantSlots, format_of, make_slots
 
 CONTEXTS = (1, 31, 127, 128, 129, 300, 700)
 SHAPES = ((64, 1), (64, 3), (128, 1), (128, 3))
@@ -63,8 +63,7 @@ def test_bytes_are_the_formula(name, kv_dtype):
             assert ledger.kinds.get(HEADROOM, 0) == alone
             if hasattr(method, "budget_bytes") and not plan.noop:
                 assert ledger.resident_bytes <= method.budget_bytes(spec)
-    refused = kv_dtype == "int4" and METHODS[name].overwrites
-    assert planned == 0 if refused else planned >= len(SHAPES)
+    assert planned >= len(SHAPES)
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -134,8 +133,8 @@ def relative(actual, expected):
     return float((actual.double() - expected).norm() / expected.norm())
 
 
-# relative RMS of attention's output; measured over 24 draws of these rows: 6e-7, 7e-4, 5e-3, 0.018, 0.078 and 0.12 at most
-NEAR = {"fp32": 1e-6, "fp16": 1.5e-3, "bf16": 1e-2, "int8": 0.03, "fp8": 0.12, "int4": 0.18}
+# relative RMS of attention's output; measured over 24 draws of these rows: 6e-7, 7e-4, 5e-3, 0.018, 0.078, 0.12, 0.23 at most
+NEAR = {"fp32": 1e-6, "fp16": 1.5e-3, "bf16": 1e-2, "int8": 0.03, "fp8": 0.12, "int4": 0.18, "int4_token": 0.35}
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
@@ -161,10 +160,11 @@ def test_store_append_attend(kv_dtype):
                 assert (lse[seq] - logits[seq, :, : last + 1].logsumexp(-1)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kv_dtype", ("fp16", "int8", "fp8"))
+@pytest.mark.parametrize("kv_dtype", ("fp16", "int8", "fp8", "int4_token"))
 def test_any_slot_and_its_keys_can_be_overwritten(kv_dtype):
     """A ring, a slot per KV head (h2o) and keys alone (streaming_llm's sinks): the rest stays to the last bit."""
-    slots = make_slots(2, 3, 45, 64, kv_dtype, "cpu", "reference", torch.float32)
+    format = KVFormat(kv_dtype) if kv_dtype == "int4_token" else kv_dtype
+    slots = make_slots(2, 3, 45, 64, format, "cpu", "reference", torch.float32)
     k, v = rows(45, batch=2)
     for seq in range(2):
         slots.store(seq, 0, k[seq : seq + 1], v[seq : seq + 1])
@@ -177,7 +177,7 @@ def test_any_slot_and_its_keys_can_be_overwritten(kv_dtype):
         for head in range(3):
             k[seq, head, per_head[seq, head]], v[seq, head, per_head[seq, head]] = new_k[seq, head, 0], new_v[seq, head, 0]
     k[:, :, :4] = sinks
-    want = make_slots(2, 3, 45, 64, kv_dtype, "cpu", "reference", torch.float32)
+    want = make_slots(2, 3, 45, 64, format, "cpu", "reference", torch.float32)
     for seq in range(2):
         want.store(seq, 0, k[seq : seq + 1], v[seq : seq + 1])
     for kind, tensors in slots.tensors().items():
