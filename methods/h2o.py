@@ -109,7 +109,6 @@ class H2OLayer(KVLayer):
         index = select(ranked, kept, 0, min(method.num_recent, kept), spec.impl)  # [1, Hkv, kept]
         self.slots.store(seq, 0, compact(k, index, impl=spec.impl), compact(v, index, impl=spec.impl))
         one = slice(seq, seq + 1)
-        self.scores[one].zero_()
         self.scores[one, :, :kept] = scores.gather(2, index.long())
         self.held[one].fill_(-1)
         self.held[one, :, :kept] = index

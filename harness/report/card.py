@@ -27,7 +27,7 @@ FLAG_TEXTS = {
     "untrained": "this method needs trained weights and ran without them",
     "baseline_broken": "full itself fails this task: accuracy says nothing about the method",
     "short_decode": "fewer than 128 tokens were decoded per run: decode times are no measurement",
-    "simulated": "bytes are computed, not held: memory and speed are not real",
+    "simulated": "parts of this method are simulated: its memory and speed are not real",
     "noisy": "the slowest steps took over 3 times the median: something else used the machine",
     "few_prefills": "the time to first token comes from fewer than 5 prefills",
     "foreign_calibration": "the method was calibrated on other weights than those that ran",

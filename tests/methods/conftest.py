@@ -143,13 +143,18 @@ def follow(tiny_llama):
 
 @pytest.fixture
 def garbage_is_never_read(tiny_llama):
-    """NaN in every tensor of the cache before a short prompt changes nothing."""
+    """What a longer prompt left behind, or NaN in every tensor of the cache, changes nothing of a short prompt."""
 
     def run(method, length=7, steps=9):
         model, ids = tiny_llama(), torch.randint(0, 512, (1, 40))
         engine = Engine(model, method, batch_size=1, max_prompt_len=40, max_new_tokens=steps)
         engine.prefill(ids[:, :length])
-        expected = engine.decode(steps)
+        expected, held = engine.decode(steps), engine.positions(1)
+        engine.prefill(ids)
+        engine.decode(steps)
+        engine.prefill(ids[:, :length])
+        assert [sorted(row) for row in held_by(engine, 1)] == [list(range(length))] * 2
+        assert torch.equal(engine.decode(steps), expected) and torch.equal(engine.positions(1), held)
         for owner in (method, *method.layers):
             for tensor in [t for tensors in owner.tensors().values() for t in tensors if t.is_floating_point()]:
                 tensor.fill_(torch.nan)
