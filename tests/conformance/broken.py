@@ -407,6 +407,9 @@ class ReadsLess(MaskOnly):
         read = spec.batch_size * spec.num_layers * self.num_read * spec.slot_bytes(self.stored_dtype(spec))
         return plan if plan.noop else replace(plan, read_bytes=read)
 
+    def make_layer(self, layer_idx):
+        return (KVLayer if self.planned.noop else MaskOnlyLayer)(self, layer_idx)
+
 
 class ReadsAll(ReadsLess):
     """Says that it reads less, and attends to all."""
