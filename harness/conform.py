@@ -7,8 +7,12 @@
     from harness import conform
     results = conform.check(lambda: Mine(sparsity=0.8))             # a Method subclass that lives anywhere
 
-The exit code is 1 when a check fails. The docstring of a check says what it protects from and, as repository#number, a public
-report of a tool that had the fault. tests/conformance/broken.py holds a broken method for every check.
+A method states what it is and is checked against that: Budgeted or not, memory_class, flags(), a field `num_sinks` when so many
+first tokens never leave, KVLayer.positions when heads or layers differ, KVLayer.rotated_at when stored keys are turned again.
+A check that has nothing to look at says why. The exit code is 1 when one fails.
+
+The docstring of a check says what it protects from and, as repository#number, a public report of a tool that had the fault.
+tests/conformance/broken.py holds a broken method for every check.
 """
 
 import dataclasses
@@ -505,11 +509,11 @@ def bytes_are_predicted(subject: Subject) -> str:
     """Bytes by kind equal the prediction to the byte, after the prompt and every 64 tokens (SnapKV#24, VeloxQuant-MLX#165)."""
     run = subject.long_run
     for tokens, ledger in run.all_ledgers.items():
-        kinds = {kind: size for kind, size in ledger.kinds.items() if kind not in (HEADROOM, WORKSPACE)}
-        wanted = run.method.planned.ledger
-        if kinds != wanted:
-            odd = {kind: (kinds.get(kind, 0), wanted.get(kind, 0)) for kind in kinds | wanted}
-            words = ", ".join(f"{kind} {is_} held, {said} predicted" for kind, (is_, said) in odd.items() if is_ != said)
+        held, said = ledger.kinds, run.method.planned.ledger
+        kinds = [kind for kind in held | said if kind not in (HEADROOM, WORKSPACE)]
+        odd = [kind for kind in kinds if held.get(kind, 0) != said.get(kind, 0)]
+        if odd:
+            words = ", ".join(f"{kind} {held.get(kind, 0)} held, {said.get(kind, 0)} predicted" for kind in odd)
             raise Fault(f"after {tokens} tokens: {words}")
     return f"{run.method.planned.resident_bytes} bytes, at {', '.join(map(str, run.all_ledgers))} tokens"
 
