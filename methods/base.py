@@ -418,7 +418,7 @@ class KVLayer:
         return self.slots.attend(q[:, :, 0], self.method.step["lengths"], spec.scale)[0][:, :, None]
 
     def positions(self, seen: Tensor) -> Tensor:
-        """True position held by each slot of each head, [B, Hkv, C], -1 where empty; default: all heads and layers alike."""
+        """True position held by each slot of each head, [B, Hkv, C], -1 where empty or given up; default: all alike."""
         return self.method.positions(seen)[:, None].expand(-1, self.method.spec.num_kv_heads, -1)
 
     def rotated_at(self, seen: Tensor) -> Tensor:

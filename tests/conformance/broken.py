@@ -91,6 +91,47 @@ class SinkLoser(Window):
     num_sinks: ClassVar[int] = 4
 
 
+class SinksInTheRingLayer(KVLayer):
+    def keep(self, q, k, v, seq):
+        length, size = k.shape[2], self.method.planned.num_slots
+        self.method.length[seq] = length
+        if length <= size:
+            self.slots.store(seq, 0, k, v)
+            return
+        # the oldest four of the window make room for the sinks
+        kept = torch.arange(length - size, length, device=k.device)
+        kept[:4] = torch.arange(4, device=k.device)
+        for place, position in enumerate(kept.tolist()):
+            one = slice(position, position + 1)
+            self.slots.store(seq, (length - size + place) % size, k[:, :, one], v[:, :, one])
+
+
+class SinksInTheRing(Window):
+    """The slots that the next tokens overwrite are those of the sinks (kvpress#173)."""
+
+    num_sinks: ClassVar[int] = 4
+    make_layer = with_layer(SinksInTheRingLayer)
+
+    def bind(self, spec):
+        super().bind(spec)
+        self.length = torch.zeros(spec.batch_size, dtype=torch.long, device=spec.device)
+
+    def positions(self, seen):
+        held = super().positions(seen)
+        sink = held - (self.length - self.planned.num_slots)[:, None]
+        is_sink = (sink >= 0) & (sink < 4) & (self.length > self.planned.num_slots)[:, None]
+        return torch.where(is_sink, sink, held)
+
+
+class ComesBack(Window):
+    """Claims an evicted token again in every other step."""
+
+    def positions(self, seen):
+        held = super().positions(seen)
+        held[:, 0] -= self.planned.num_slots * (seen % 2 * (held[:, 0] >= self.planned.num_slots))
+        return held
+
+
 # unique_positions
 
 
@@ -406,6 +447,9 @@ class ReadsLess(MaskOnly):
         plan = super().plan(spec)
         read = spec.batch_size * spec.num_layers * self.num_read * spec.slot_bytes(self.stored_dtype(spec))
         return plan if plan.noop else replace(plan, read_bytes=read)
+
+    def make_layer(self, layer_idx):
+        return (KVLayer if self.planned.noop else MaskOnlyLayer)(self, layer_idx)
 
 
 class ReadsAll(ReadsLess):

@@ -11,6 +11,8 @@ from tests.conformance import broken
 CASES = (
     ("order_and_sinks", broken.UnsortedTopK, "positions turn back [0-9]+ times"),
     ("order_and_sinks", broken.SinkLoser, "sink 0 of 4 is gone after the prompt"),
+    ("order_and_sinks", broken.SinksInTheRing, "sink 0 of 4 is gone after 1 steps"),
+    ("order_and_sinks", broken.ComesBack, "was evicted, step [0-9]+ claims it again"),
     ("unique_positions", broken.ClaimsTwice, "position 0 is claimed by two slots"),
     ("unique_positions", broken.ClaimsTheFuture, "claims position 92 of 92 tokens seen"),
     ("true_positions", broken.CacheLengthIsPosition, "slot 1 claims position 1, but its k"),
