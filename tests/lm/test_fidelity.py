@@ -10,7 +10,15 @@ from harness.config import CONF, register
 from harness.engine import Engine
 from methods.window import Window
 
-COMMON = ("model=dummy", "shape=smoke", "task=fidelity", "task.num_samples=3", "task.num_scored=24", "logger=none")
+COMMON = (
+    "model=dummy",
+    "shape=smoke",
+    "task=fidelity",
+    "task.num_samples=3",
+    "shape.context_len=96",
+    "task.num_scored=24",
+    "logger=none",
+)
 COMMON += ("model.config.num_hidden_layers=3",)
 
 
@@ -36,11 +44,11 @@ def test_acceptance_is_the_share_of_fulls_greedy_tokens(run):
     row, conf = run("method=window", "sparsity=0.8", "shape.batch_size=2")
     loaded = models.load(conf.model)
     rates = []
-    for sample in conf.task.samples(loaded.tokenizer, 256, 0):
+    for sample in conf.task.samples(loaded.tokenizer, 96, 0):
         ids = torch.tensor([sample.prompt_ids])
         loaded.model.generation_config.eos_token_id = None
-        greedy = loaded.model.generate(ids, max_new_tokens=24, do_sample=False)[:, 256:]
-        engine = Engine(loaded.model, Window(sparsity=0.8), batch_size=1, max_prompt_len=256, max_new_tokens=24)
+        greedy = loaded.model.generate(ids, max_new_tokens=24, do_sample=False)[:, 96:]
+        engine = Engine(loaded.model, Window(sparsity=0.8), batch_size=1, max_prompt_len=96, max_new_tokens=24)
         engine.prefill(ids)
         drafted = engine.score(greedy, keep_logits=True)[1].argmax(-1)
         rates.append((drafted == greedy)[0, 1:].double().mean())

@@ -65,9 +65,10 @@ def test_greedy_continuations_are_recognised(loaded, hflm):
     assert [greedy for _, greedy in scored] == [True, False]
 
 
-@pytest.mark.parametrize("context_len", (7, 50, 1000))
+@pytest.mark.parametrize("context_len", (7, 1000))
 def test_rolling_is_lm_evals(loaded, hflm, context_len):
-    texts = [(TEXT[0],), (LONG,), ("a",), (" ".join(TEXT),)]
+    texts = [(TEXT[0],), (LONG[:1500],), ("a",)]
+    assert len(engine_lm(loaded)._windows(LONG[:1500])) == 2
     ours = engine_lm(loaded, context_len=context_len).loglikelihood_rolling(instances("loglikelihood_rolling", *texts))
     theirs = hflm.loglikelihood_rolling(instances("loglikelihood_rolling", *texts))
     assert ours == pytest.approx(theirs, rel=1e-5)
@@ -107,6 +108,8 @@ def test_every_stop_ends_where_lm_eval_ends(loaded, hflm):
 
 
 def test_tasks_are_lm_evals(loaded, hflm, task_dir):
+    if "nobos" in loaded[1].name_or_path:
+        pytest.skip("once is enough")
     names = ["tiny_pick", "tiny_write", "tiny_stream"]
     results = []
     for lm in (engine_lm(loaded), hflm):
