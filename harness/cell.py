@@ -451,7 +451,8 @@ class Side:
                 self.keep_scored(batch[: len(fresh)], logprobs, forced_lens, fidelity)
         else:
             script, _ = pad([sample.script()[0] for sample in batch], FREE)
-            num_tokens = self.shape.num_new_tokens if timed else max(sample.max_answer_tokens for sample in batch)
+            # a timed answer is no shorter than one that is only scored
+            num_tokens = max(timed * self.shape.num_new_tokens, *(sample.max_answer_tokens for sample in batch))
             tokens = engine.decode(script.shape[1] + num_tokens, steps, script)
             if turn < len(self.batches) and self.task.mode == "generate":
                 self.keep_answers(batch[: len(fresh)], tokens[: len(fresh)].tolist())

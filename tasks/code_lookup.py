@@ -4,8 +4,8 @@ Run: `python run.py task=code_lookup question=hidden`.
 
 The haystack is functions of this Python's library (tasks/library.py). The value that is asked for is replaced by a random
 7-digit number that stands nowhere else: no model knows it from its weights. Other functions get such numbers too: finding a
-number is not enough. The answer begins with the function's signature, which leads to the value. Kinds take turns: `default`,
-`return`.
+number is not enough. The answer begins with the function's signature. Kinds take turns: `default`, and `return` for functions
+that do nothing but return a value.
 """
 
 import functools
@@ -71,7 +71,6 @@ def _replaced(function: Function, spot: Spot, value: str) -> str:
 def _ask(function: Function, spot: Spot, value: str) -> Ask:
     question = QUESTIONS[spot.kind].format(name=function.name, parameter=spot.parameter)
     if spot.kind == "return":
-        # the body in between is left out
         return Ask(question, f"{function.signature}\n    return", [value])
     return Ask(question, function.source[: spot.start].rstrip(" "), [value])
 

@@ -33,6 +33,7 @@ class DocQa(Retrieval):
 
     needle_word = "entry"
     max_answer_tokens: int = 24
+    floor: float = 0.8
 
     def draft(self, rng: random.Random, index: int) -> Draft:
         names = [f"{adjective}_{noun}" for adjective in ADJECTIVES for noun in NOUNS]

@@ -85,12 +85,9 @@ def _defaults(node: ast.FunctionDef) -> list[tuple[str, ast.expr, str]]:
 
 
 def _returns(node: ast.FunctionDef) -> list[tuple[str, ast.expr, str]]:
-    """The value of the only `return`, where nothing is yielded and no function inside returns for itself."""
-    ends = (ast.Return, ast.Yield, ast.YieldFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-    found = [item for item in ast.walk(node) if isinstance(item, ends) and item is not node]
-    if len(found) == 1 and isinstance(found[0], ast.Return) and found[0].value is not None:
-        return [("return", found[0].value, "")]
-    return []
+    """The value of a function that does nothing but return it."""
+    last = node.body[0]
+    return [("return", last.value, "")] if isinstance(last, ast.Return) and last.value is not None else []
 
 
 @functools.cache

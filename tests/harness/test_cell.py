@@ -151,26 +151,29 @@ def test_ragged_last_batch_is_not_counted_twice(run):
     assert row.num_samples == 5
 
 
+SMALL = ("model.config.num_hidden_layers=2", "compare=false", "task.num_turns=2", "task.num_facts=2")
+
+
 def test_turns_are_scored_apart_and_only_decoded_steps_are_timed(run, tmp_path, monkeypatch):
     steps = []
     monkeypatch.setattr(cell, "percentile", lambda values, share: steps.append(len(values)) or sorted(values)[0])
     # right in the first turn only
     monkeypatch.setattr(MultiTurn, "score", lambda self, turn, text: float(isinstance(turn, Sample)))
-    shape = ("shape.context_len=700", "shape.num_new_tokens=5", "shape.repeats=2", "task.num_samples=2", "task.num_turns=3")
-    row = run("method=full", "task=multi_turn", "task.num_facts=3", "question=hidden", "task.max_answer_tokens=4", *shape)
-    assert row.status == "ok" and row.accuracy == pytest.approx(1 / 3)
-    assert [row.accuracy_by[f"turn_{i}"] for i in (1, 2, 3)] == [1.0, 0.0, 0.0]
-    assert set(steps) == {2 * (4 + 4 + 5)}, "two samples, each with two answers of 4 tokens and a last one of 5"
+    shape = ("shape.context_len=400", "shape.num_new_tokens=5", "shape.repeats=2", "task.num_samples=2")
+    row = run("method=full", "task=multi_turn", "question=hidden", *SMALL, "task.max_answer_tokens=4", *shape)
+    assert row.status == "ok" and row.accuracy == 0.5
+    assert (row.accuracy_by["turn_1"], row.accuracy_by["turn_2"]) == (1.0, 0.0)
+    assert set(steps) == {2 * (4 + 5)}, "two samples, each with an answer of 4 tokens and a last one of 5"
     lines = [json.loads(line) for line in (tmp_path / "out/samples.jsonl").read_text().splitlines()]
-    assert [[turn["score"] for turn in line["turns"]] for line in lines] == [[1.0, 0.0, 0.0]] * 2
-    assert all(line["score"] == pytest.approx(1 / 3) and len(line["turns"][2]["answers"]) == 1 for line in lines)
+    assert [[turn["score"] for turn in line["turns"]] for line in lines] == [[1.0, 0.0]] * 2
+    assert all(line["score"] == 0.5 and len(line["turns"][1]["answers"]) == 1 for line in lines)
 
 
 def test_answers_do_not_depend_on_the_batch(run, tmp_path):
-    common = ("method=window", "sparsity=0.5", "task=multi_turn", "task.num_turns=2", "task.num_facts=2", "question=hidden")
+    common = ("method=window", "sparsity=0.5", "task=multi_turn", *SMALL, "question=hidden", "shape.num_new_tokens=4")
     outputs = []
     for batch in (1, 3):
-        row = run(*common, "shape.context_len=600", f"shape.batch_size={batch}", "task.num_samples=3", "shape.repeats=1")
+        row = run(*common, "shape.context_len=400", f"shape.batch_size={batch}", "task.num_samples=3", "shape.repeats=1")
         assert row.status == "ok" and row.num_samples == 3
         lines = (tmp_path / "out/samples.jsonl").read_text().splitlines()
         outputs.append([[turn["output"] for turn in json.loads(line)["turns"]] for line in lines])
@@ -178,12 +181,13 @@ def test_answers_do_not_depend_on_the_batch(run, tmp_path):
 
 
 def test_later_turns_count_against_the_context(run):
-    shape = ("shape.context_len=600", "model.config.max_position_embeddings=700")
-    row = run("method=full", "task=multi_turn", "task.num_turns=2", "task.num_facts=2", *shape)
+    common = ("method=full", "task=multi_turn", *SMALL, "task.num_samples=1", "shape.repeats=1", "shape.num_new_tokens=4")
+    limit = "model.config.max_position_embeddings=500"
+    row = run(*common, limit, "shape.context_len=400")
     assert row.status == "invalid" and "later turns are" in row.error and "longest here: shape.context_len=" in row.error
     longest = int(row.error.split("=")[-1])
-    fits = ("model.config.max_position_embeddings=700", f"shape.context_len={longest}")
-    assert run("method=full", "task=multi_turn", "task.num_turns=2", "task.num_facts=2", *fits).status == "ok"
+    assert run(*common, limit, f"shape.context_len={longest}").status == "ok"
+    assert run(*common, limit, f"shape.context_len={longest + 1}").status == "invalid"
 
 
 class NanWindow(Window):

@@ -9,8 +9,12 @@ import pytest
 
 from harness.models import ByteTokenizer
 from tasks.base import leading_ids
+from tasks.code_lookup import CodeLookup
+from tasks.common_words import CommonWords
 from tasks.corpus import corpus_of, pieces
+from tasks.doc_qa import DocQa
 from tasks.kv_retrieval import KvRetrieval
+from tasks.multi_instruction import MultiInstruction
 from tasks.multi_turn import MultiTurn
 from tasks.niah import Niah
 from tasks.niah_multikey import NiahMultikey
@@ -19,6 +23,7 @@ from tasks.niah_multivalue import NiahMultivalue
 from tasks.passkey import Passkey
 from tasks.perplexity import Perplexity
 from tasks.speed import Speed
+from tasks.variable_tracking import VariableTracking
 
 TASKS = {
     "niah": Niah(),
@@ -35,11 +40,16 @@ TASKS = {
     "passkey": Passkey(),
     "passkey-two-turn": Passkey(question="two_turn"),
     "kv_retrieval-hidden": KvRetrieval(question="hidden"),
+    "code_lookup-two-turn": CodeLookup(question="two_turn", num_samples=3),
+    "doc_qa-hidden": DocQa(question="hidden"),
+    "multi_instruction": MultiInstruction(),
+    "variable_tracking-two-turn": VariableTracking(question="two_turn"),
+    "common_words-hidden": CommonWords(question="hidden"),
     "perplexity": Perplexity(num_scored=37),
     "speed": Speed(),
 }
 FORCED_BEYOND_CONTEXT = {"perplexity": 37}
-CONTEXT_LENS = (587, 1000, 1024, 2049)
+CONTEXT_LENS = (677, 1000, 1024, 2049)
 BYTES = ByteTokenizer()
 every_task = pytest.mark.parametrize("name", TASKS)
 
@@ -91,7 +101,7 @@ def test_lead_is_what_the_tokenizer_sets_itself(smollm2):
 
 @every_task
 def test_another_seed_gives_other_samples(name):
-    shas = [{s.meta["prompt_sha"] for s in TASKS[name].samples(BYTES, 512, seed)} for seed in (0, 1)]
+    shas = [{s.meta["prompt_sha"] for s in TASKS[name].samples(BYTES, 900, seed)} for seed in (0, 1)]
     assert not shas[0] & shas[1]
 
 
