@@ -55,8 +55,12 @@ def prepare(context: HydraContext, config: DictConfig, job_overrides: Sequence[S
     return jobs
 
 
-def launch(jobs: list[Job], run: Callable[[list[Job]], Iterator[tuple[Job, Row]]]) -> list[JobReturn]:
-    """Run every different cell once, small ones first, with a display; the returns stand in the order of `jobs`."""
+def launch(jobs: list[Job], run: Callable[[list[Job]], Iterator[tuple[Job, Row | None]]]) -> list[JobReturn]:
+    """Run every different cell once, small ones first, with a display; the returns stand in the order of `jobs`.
+
+    Args:
+        run: yields each job with its row when it has ended, and with None when it begins where that is known.
+    """
     different: dict[str, Job] = {}
     for job in jobs:
         different.setdefault(job.key, job)
@@ -66,8 +70,11 @@ def launch(jobs: list[Job], run: Callable[[list[Job]], Iterator[tuple[Job, Row]]
     labels = dict(zip(different, label_cells([job.overrides for job in different.values()]), strict=True))
     with Display(len(ordered)) as display:
         for job, row in run(ordered):
-            rows[job.key] = row
-            display.done(labels[job.key] or row.method, row)
+            if row is None:
+                display.began(labels[job.key])
+            else:
+                rows[job.key] = row
+                display.done(labels[job.key] or row.method, row)
     returns = []
     for job in jobs:
         done = JobReturn(overrides=job.overrides, cfg=job.cfg, status=JobStatus.COMPLETED)
@@ -76,8 +83,9 @@ def launch(jobs: list[Job], run: Callable[[list[Job]], Iterator[tuple[Job, Row]]
     return returns
 
 
-def one_after_the_other(jobs: list[Job]) -> Iterator[tuple[Job, Row]]:
+def one_after_the_other(jobs: list[Job]) -> Iterator[tuple[Job, Row | None]]:
     for job in jobs:
+        yield job, None
         yield job, run_isolated(job.cfg, job.overrides, job.out_dir, job.sweep_dir, Path.cwd())
 
 
@@ -111,7 +119,7 @@ class Display:
     """Bar on a terminal's stderr, one line per finished cell anywhere."""
 
     def __init__(self, total: int):
-        self.total, self.finished, self.started = total, 0, time.monotonic()
+        self.total, self.finished, self.started, self.left = total, 0, time.monotonic(), ""
         self.console = Console(file=sys.stderr, highlight=False, markup=False, soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self.bar = Progress(*columns, console=self.console, transient=True, disable=not self.console.is_terminal)
@@ -124,10 +132,14 @@ class Display:
     def __exit__(self, *exc) -> None:
         self.bar.stop()
 
+    def began(self, label: str) -> None:
+        self.bar.update(self.task, description=f"{label}{self.left}")
+
     def done(self, label: str, row: Row) -> None:
         self.finished += 1
-        left = (self.total - self.finished) * (time.monotonic() - self.started) / self.finished
-        self.bar.update(self.task, advance=1, description=f"cells, {show_seconds(left)} left" if left else "cells")
+        seconds = (self.total - self.finished) * (time.monotonic() - self.started) / self.finished
+        self.left = f", {show_seconds(seconds)} left"
+        self.bar.update(self.task, advance=1, description=f"cells{self.left}")
         size = "" if row.kv_kept_ratio is None else f", KV {100 * row.kv_kept_ratio:.1f} %"
         accuracy = "" if row.accuracy is None else f", accuracy {row.accuracy:.3f}"
         why = f": {row.error}" if row.error else f"{size}{accuracy}"

@@ -16,11 +16,11 @@ class Watch:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.before = gpu_neighbours(device) if device.type == "cuda" else cpu_neighbours()
+        self.before = gpu_neighbours(device, ours=False) if device.type == "cuda" else cpu_neighbours()
 
     def who(self) -> str | None:
         """The neighbours in a few words; None when there were none. On a CPU our own load is known only before."""
-        return self.before or (gpu_neighbours(self.device) if self.device.type == "cuda" else None)
+        return self.before or (gpu_neighbours(self.device, ours=True) if self.device.type == "cuda" else None)
 
 
 def cpu_neighbours() -> str | None:
@@ -49,12 +49,14 @@ def cpu_neighbours() -> str | None:
     return f"load {load:.1f} on {cores} cores{f': {names}' if names else ''}"
 
 
-def gpu_neighbours(device: torch.device) -> str | None:
-    """Other processes on this GPU by nvidia-smi, or memory that is held where none is visible; None also if unknown."""
+def gpu_neighbours(device: torch.device, ours: bool) -> str | None:
+    """Other processes on this GPU by nvidia-smi, or memory that is held where none is visible; None also if unknown.
+
+    ours: this process is on it too.
+    """
     listed = _smi(device, "--query-compute-apps=pid,process_name,used_memory")
     if listed is None:
         return None
-    ours = torch.cuda.is_initialized()
     others = [line for line in listed if line[0] != str(os.getpid())]
     if ours and len(others) == len(listed) and others:
         # a container has process ids of its own: one of these is this process

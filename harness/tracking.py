@@ -10,8 +10,6 @@ import re
 import sys
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from harness.config import LoggerConf, cell_of
@@ -47,7 +45,8 @@ def _log(cell: dict, row: Row, samples: list[dict], out_dir: Path, conf: LoggerC
         "id": run_id(row),
         "name": f"{row.method} {row.task} {row.context_len}",
         "project": conf.project,
-        "group": conf.group or _sweep_name(),
+        # None: W&B takes WANDB_RUN_GROUP, which a sweep sets for its cells
+        "group": conf.group,
         "job_type": row.task,
         # W&B takes tags of 1 to 64 characters
         "tags": [tag[:64] for tag in dict.fromkeys([row.method, row.model, row.status, *row.flags]) if tag],
@@ -79,13 +78,6 @@ def _mode(wandb) -> str:
             _warn("WANDB_MODE=online but there is no API key, logging offline: run `wandb login` first")
         return "offline"
     return mode
-
-
-def _sweep_name() -> str | None:
-    """The last two folders of the sweep, date and time by default; None in a single run."""
-    if not HydraConfig.initialized() or HydraConfig.get().mode is not RunMode.MULTIRUN:
-        return None
-    return "_".join(Path(HydraConfig.get().sweep.dir).parts[-2:])[:128]
 
 
 def _plain(value):

@@ -108,6 +108,12 @@ def test_offline_run_equals_the_row(cell, row, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
+def test_cells_of_a_sweep_are_one_group(cell, row, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_RUN_GROUP", "sweep_1")
+    tracking.log_run(cell, row, SAMPLES, tmp_path, LoggerConf("wandb", "a-project"))
+    assert written(tmp_path)["run"].run_group == "sweep_1"
+
+
 def test_samples_are_a_table(cell, row, tmp_path):
     tracking.log_run(cell, row, SAMPLES, tmp_path, CONF_WANDB)
     wandb.teardown()
