@@ -59,7 +59,7 @@ class SparDA(Budgeted):
     evict: bool = False
     ema: float = 0.7
     predict_layers: Any = field(default_factory=lambda: [14, 15])
-    depth_by_length: dict[int, list[int]] = field(default_factory=dict)
+    depth_by_length: Any = None
     calibration: str | None = None
     observe: int | str = 32
     pool: int = 15
@@ -95,7 +95,11 @@ class SparDA(Budgeted):
             raise ValueError(f"method.ema={self.ema} is outside (0, 1]: 1 forgets all earlier steps, 0.7 is the default")
         if self.predict_layers != "auto":
             check_layers("predict_layers", self.predict_layers)
-        for length, layers in self.depth_by_length.items():
+        if not isinstance(self.depth_by_length, dict | None) or not all(isinstance(n, int) for n in self.depth_by_length or ()):
+            raise ValueError(
+                f"method.depth_by_length={self.depth_by_length} must name layers by length, as in {{8192: [15, 22]}}"
+            )
+        for length, layers in (self.depth_by_length or {}).items():
             check_layers(f"depth_by_length.{length}", layers)
         if self.select == "prefill" and (self.evict or self.ema != 0.7):
             raise ValueError("method.evict and method.ema need method.select=decode; select=prefill chooses and drops once")
@@ -121,7 +125,7 @@ class SparDA(Budgeted):
 
     def layers_for(self, spec: Spec) -> list[int]:
         """Predictor layers of this shape, ascending."""
-        fitting = [length for length in self.depth_by_length if length <= spec.context_len]
+        fitting = [length for length in self.depth_by_length or () if length <= spec.context_len]
         layers = self.depth_by_length[max(fitting)] if fitting else self.predict_layers
         if layers == "auto":
             layers = calibrated(self.calibration, "sparda", spec, "method.predict_layers=auto")["sparda"]["predict_layers"]

@@ -466,6 +466,7 @@ def test_auto_reads_the_calibration(tiny, tmp_path):
         (dict(observe="some"), "method.observe=some"),
         (dict(predict_layers="deep"), "expected a list as in [1,2], or auto"),
         (dict(predict_layers=[1, 1]), "each once"),
+        (dict(depth_by_length={"x": [1]}), "must name layers by length, as in {8192: [15, 22]}"),
         (dict(depth_by_length={100: []}), "method.depth_by_length.100=[] must name at least one layer"),
     ),
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
