@@ -25,7 +25,7 @@ from kernels.compact import compact
 from kernels.select import select as select_best
 from methods.base import Budgeted, KVLayer, Plan, Spec
 from methods.calibration import calibrated, model_file
-from methods.scoring import SelectorMLP, StepScores, fused_scores, page_scores
+from methods.scoring import SelectorMLP, StepScores, fused_scores, page_scores, reduced
 
 INDEX_BYTES = torch.int32.itemsize
 BUCKET = 64  # batching=bucket rounds what a prompt keeps up to a multiple of this
@@ -138,6 +138,10 @@ class SparDA(Budgeted):
 
     def plan(self, spec: Spec) -> Plan:
         layers, kept = self.layers_for(spec), self.slots_within_budget(spec)
+        if self.selector == "mlp" and spec.tp_size > 1:
+            raise ValueError(
+                "method.selector=mlp reads every head, which no rank has: use method.selector=pool with model.tp_size"
+            )
         if kept >= spec.context_len:
             return self.plan_slots(spec, spec.context_len, grows=True)
         extra = {"index": spec.batch_size * kept // self.page * INDEX_BYTES}
@@ -278,6 +282,9 @@ class SparDA(Budgeted):
 
     def score(self, mass: Tensor) -> Tensor:
         """Score of every key [..., T] from mass [P, ..., Hkv, T]."""
+        if self.spec.tp_size > 1:
+            # the same on all ranks: as if one head stood for the heads of all of them
+            mass = self.spec.over_ranks(reduced(mass, self.head_reduce, -2), self.head_reduce)[..., None, :]
         scores = fused_scores(mass, self.head_reduce, self.fuse, self.pool, self.segment)
         return self.mlp(scores, mass) if self.mlp else scores
 

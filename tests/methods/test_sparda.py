@@ -220,9 +220,13 @@ def test_bytes_are_the_formula(tiny, name, kv_dtype):
     assert {kind: size for kind, size in engine.ledger().kinds.items() if kind != "workspace"} == ledger.kinds
     kinds = {kind: size for kind, size in ledger.kinds.items() if kind != "headroom"}
     assert kinds == method.planned.ledger
+    if kv_dtype == "int8":
+        # tiles and steps have their formula in test_slots.py
+        assert method.memory_class == "reads_less" or ledger.resident_bytes <= method.budget_bytes(spec)
+        return
     kept, page, num_predictors = method.slots_within_budget(spec), method.page, len(method.predictors)
-    slot, row = 2 * KV_HEADS * (DIM + 4 if kv_dtype == "int8" else 4 * DIM), 2 * 4 * (121 + 24)
-    held = kinds["kv"] + kinds.get("scales", 0)
+    slot, row = 2 * KV_HEADS * 4 * DIM, 2 * 4 * (121 + 24)
+    held = kinds["kv"]
     whole = num_predictors if method.evict else LAYERS if method.select == "decode" else 0
     slots = whole * 121 + (LAYERS - whole) * kept
     assert held == 2 * slots * slot
@@ -296,6 +300,10 @@ def test_fused_step_is_the_module(tiny, name):
 @pytest.mark.parametrize("kv_dtype", ("auto", "int8"))
 @pytest.mark.parametrize("name", MODES)
 def test_graph_is_eager_and_never_syncs(tiny, name, kv_dtype, impl):
+    if kv_dtype == "int8" and impl == "triton":
+        pytest.skip("the quantised kernels have head dims from 64 on; tests/conformance runs them")
+    if kv_dtype == "int8" and MODES[name].get("select") == "decode" and not MODES[name].get("evict"):
+        pytest.skip("a list of slots is not read from a quantised cache: refused")
     model = copy.deepcopy(tiny).to(DEVICE, torch.bfloat16)
     ids, results = draw(4, 100), []
     for decode_impl in ("eager", "graph"):
