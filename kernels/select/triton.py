@@ -230,7 +230,8 @@ def select(
     ragged = lengths is not None
     arguments = [
         rows,
-        lengths.reshape(-1) if ragged else state,
+        # one row expanded to many stays a view with stride 0 under reshape
+        lengths.reshape(-1).contiguous() if ragged else state,
         kept,
         state,
         rows.stride(0),

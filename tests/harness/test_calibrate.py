@@ -9,6 +9,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from harness import assets, calibrate, hf, models, train_heads
 from harness.calibrate import BLOCK, Seen, attention_to, block_shares, choose_layers, fingerprint, iou, kept_by, recall
+from harness.cell import run_cell
+from harness.config import compose_cells
 from harness.models import ByteTokenizer, Loaded
 from methods.scoring import SelectorMLP
 from methods.sparda import SparDA
@@ -292,3 +294,18 @@ def test_a_trained_file_is_found_by_the_method(loaded, capsys, monkeypatch):
     method = SparDA(predict_layers=[1], pool=1, window=8, selector="mlp", selector_file=file)
     method.bind(hf.make_spec(model, batch_size=1, context_len=400, max_new_tokens=4, impl="reference"))
     assert method.trained and method.flags() == []
+
+
+@pytest.mark.parametrize("weights", ("random:llama (seed 0)", "others"))
+def test_rows_say_which_calibration(tmp_path, monkeypatch, weights):
+    """A cell with predict_layers=auto names the file, and is flagged when that was measured on other weights."""
+    monkeypatch.chdir(tmp_path)
+    file = assets.to_write("dummy", None, "calibration.json")
+    shape = {"num_layers": 16, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    file.write_text(json.dumps({"shape": shape, "weights": weights, "sparda": {"predict_layers": [3]}}))
+    words = ["model=dummy", "method.predict_layers=auto", "task=speed", "shape=smoke", "shape.num_new_tokens=4", "logger=none"]
+    (cfg,) = compose_cells([*words, "task.num_samples=1", "shape.repeats=1", "compare=false", "sparsity=0.5"])
+    row = run_cell(cfg, tmp_path / "out", "python run.py")
+    assert row.status == "ok" and row.method_facts["predict_layers"] == [3]
+    assert (row.method_facts["calibration"], row.method_facts["calibration_weights"]) == (str(file), weights)
+    assert ("foreign_calibration" in row.flags) == (weights == "others")

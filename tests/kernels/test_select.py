@@ -115,6 +115,15 @@ def test_lengths(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_lengths_may_be_expanded(impl):
+    """One sequence's length for all of its heads is a view with stride 0; the kernel walks over memory."""
+    scores = torch.rand(1, 5, 40, device=DEVICE)
+    one = torch.tensor([[17, 999999]], device=DEVICE)[:, :1].expand(1, 5)
+    expected = select(scores, 9, 1, 2, "reference", lengths=one.contiguous())
+    assert torch.equal(select(scores, 9, 1, 2, impl, lengths=one), expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
 def test_16_bit_scores(dtype, impl):
     if dtype == torch.bfloat16 and not CUDA:
