@@ -639,6 +639,9 @@ def ragged_batch(subject: Subject) -> str:
     if not torch.equal(outcome(engine, ids, lengths, forced), together):
         raise Fault("other tokens in the padding change what comes out")
     single = subject.engine(1, 12)
+    kept = single.method.planned.kept, engine.method.planned.kept
+    if kept[0] != kept[1]:
+        raise Fault(f"a prompt keeps {kept[0]} tokens alone and {kept[1]} in a batch of 8")
     limit = 0 if exact else SLACK * torch.finfo(subject.dtype).eps * together.abs().max().item()
     for seq in (0, 1, 2, 3, 6):
         length = lengths[seq]
