@@ -87,18 +87,28 @@ class Subject:
         self.num_layers, self.context_len = self._smallest()
         self.kept = self.method().plan(self.spec()).kept
         self.kv_dtype = self.method().stored_dtype(self.spec())
+        self.format = self.method().formats(self.spec())[-1].name  # int4 may be stored as int4_token
 
     def _smallest(self) -> tuple[int, int]:
-        """Layers and context length: the first that the knobs allow; the last refusal when none are."""
-        refusal = None
+        """Layers and context length: the first that the knobs allow and whose budget drops something, else the first allowed.
+
+        Raises ValueError, the method's own last refusal, when none are allowed.
+        """
+        refusal, covered = None, None
         for self.num_layers in LAYERS:
             for self.context_len in LENGTHS:
+                size = self.num_layers, self.context_len
                 try:
-                    self.method().plan(self.spec())
-                    return self.num_layers, self.context_len
+                    plan = self.method().plan(self.spec())
                 except ValueError as err:
                     refusal = err
-        raise refusal
+                    continue
+                if not (plan.noop and isinstance(self.make(), Budgeted)):
+                    return size
+                covered = covered or size
+        if covered is None:
+            raise refusal
+        return covered
 
     def method(self, **knobs) -> Method:
         """A fresh instance; knobs differ from those under test."""
@@ -377,12 +387,12 @@ def true_positions(subject: Subject) -> str:
                 heads = torch.arange(held.shape[1], device=held.device)[:, None]
                 for name, rows in zip("kv", trace.history(seq), strict=True):
                     true = rows.double()[heads, held.clamp(0, rows.shape[1] - 1)]  # [n, Hkv, C, D]
-                    bound = storage_error(subject.kv_dtype, name, true, rows.double())
+                    bound = storage_error(subject.format, name, true, rows.double())
                     if name == "k" and trace.rotates:
                         true = rotated(true, turn, inv_freq)
                         # angles are fp32: position x 2^-24 off, at three rotations
                         angle = 3 * (held.abs() + turn.abs() + 4) * 2**-24
-                        bound = storage_error(subject.kv_dtype, name, true, rows.double())
+                        bound = storage_error(subject.format, name, true, rows.double())
                         bound = bound + true.abs().amax(-1, keepdim=True) * angle[..., None]
                     off = (trace.of_steps(name, seq).double() - true).abs() - bound
                     off = off.masked_fill((held < 0)[..., None], 0)
@@ -391,33 +401,34 @@ def true_positions(subject: Subject) -> str:
                         claim, excess = int(held[step, head, slot]), off[step, head, slot].max()
                         raise Fault(
                             f"layer {number}, head {head}, step {step + 1}: slot {slot} claims position {claim}, "
-                            f"but its {name} is {excess:.2g} further from that token's than {subject.kv_dtype} allows"
+                            f"but its {name} is {excess:.2g} further from that token's than {subject.format} allows"
                         )
                     worst = max(worst, float(((off + bound) / bound.clamp(min=1e-30)).where(held[..., None] >= 0, 0).max()))
-    return "equal to the bit" if worst == 0 else f"largest error {worst:.2f} of what {subject.kv_dtype} allows"
+    return "equal to the bit" if worst == 0 else f"largest error {worst:.2f} of what {subject.format} allows"
 
 
-def storage_error(kv_dtype: str, name: str, rows: Tensor, history: Tensor) -> Tensor:
+def storage_error(kv_format: str, name: str, rows: Tensor, history: Tensor) -> Tensor:
     """Largest error of stored rows [..., Hkv, C, D] by the format's own step; history [Hkv, N, D] are all rows of the part.
 
     8 bit: half a step, at most largest / 127; fp8 e4m3: 3 mantissa bits, least step 2^-9 of largest / 448; int4: half of
-    range / 15, over the channel for K and over the row for V, and the rounding of its zero and result to fp16.
+    range / 15, over the channel for K of int4 and over the row otherwise, and the rounding of its zero and result to fp16.
     """
     largest = rows.abs().amax(-1, keepdim=True)
-    match kv_dtype:
+    match kv_format:
         case "fp32" | "fp16" | "bf16":
-            digits = {"fp32": None, "fp16": 11, "bf16": 8}[kv_dtype]
+            digits = {"fp32": None, "fp16": 11, "bf16": 8}[kv_format]
             return torch.zeros_like(rows) if digits is None else rows.abs() * 2.0**-digits + 2.0**-25
         case "int8":
             return (largest / 127 / 2 * (1 + 2**-7) + 2**-22).expand_as(rows)
         case "fp8":
             return torch.maximum(rows.abs() * 2**-4, largest / 448 * 2**-10) * (1 + 2**-7) + 2**-22
-        case "int4" | "mixed":
-            part, dim = (history, -2) if name == "k" else (rows, -1)
+        case "int4" | "int4_token" | "mixed":
+            by_channel = name == "k" and kv_format != "int4_token"
+            part, dim = (history, -2) if by_channel else (rows, -1)
             span = part.amax(dim, keepdim=True) - part.amin(dim, keepdim=True)
             zero = part.abs().amax(dim, keepdim=True) + 5 * span
             return (span / 30 * (1 + 2**-7) + zero * 2**-11 + 2**-22).expand_as(rows)
-    raise NotApplicable(f"no error bound is known for kv_dtype={kv_dtype}: add it to storage_error")
+    raise NotApplicable(f"no error bound is known for the format {kv_format}: add it to storage_error")
 
 
 def kernel_is_masked_dense(subject: Subject) -> str:
@@ -628,6 +639,9 @@ def ragged_batch(subject: Subject) -> str:
     if not torch.equal(outcome(engine, ids, lengths, forced), together):
         raise Fault("other tokens in the padding change what comes out")
     single = subject.engine(1, 12)
+    kept = single.method.planned.kept, engine.method.planned.kept
+    if kept[0] != kept[1]:
+        raise Fault(f"a prompt keeps {kept[0]} tokens alone and {kept[1]} in a batch of 8")
     limit = 0 if exact else SLACK * torch.finfo(subject.dtype).eps * together.abs().max().item()
     for seq in (0, 1, 2, 3, 6):
         length = lengths[seq]

@@ -16,14 +16,14 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kernels.prefill_attention import prefill_attention
-from methods.slots import BLOCK, KV_DTYPES, PlainFormat, Slots, format_of, make_slots, name_of, read_head_bits
+from methods.slots import BLOCK, DTYPES, KV_DTYPES, PlainFormat, Slots, format_of, make_slots, name_of, read_head_bits
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,8 @@ class Method:
     streams: ClassVar[bool] = False
     # whether new tokens go to slots that older ones held: then int4 cannot seal them in blocks and is stored as int4_token
     overwrites: ClassVar[bool] = False
+    # whether steps attend to a list of slots, which quantised ones cannot
+    reads_lists: ClassVar[bool] = False
 
     def __post_init__(self):
         if self.kv_dtype not in ("auto", *KV_DTYPES):
@@ -127,6 +129,10 @@ class Method:
     def formats(self, spec: Spec) -> list:
         """How each layer is stored, PlainFormat or KVFormat; ValueError where this model cannot be."""
         kv_dtype = self.stored_dtype(spec)
+        if self.reads_lists and kv_dtype not in DTYPES:
+            raise ValueError(
+                f"kv_dtype={kv_dtype} is read whole, and {type(self).__name__} reads lists of slots; use kv_dtype=auto"
+            )
         if self.head_bits is None:
             return [format_of(kv_dtype, spec.head_dim, self.overwrites)] * spec.num_layers
         if [len(layer) for layer in self.bits] != [spec.num_kv_heads] * spec.num_layers:
@@ -332,11 +338,13 @@ class Budgeted(Method):
             page: slots are bought in pages of so many.
             layers: those that hold these slots (None: all); what the others hold belongs to `fixed`.
         """
-        fixed += spec.other_bytes
+        # what a batch holds once is charged to each sequence: a prompt keeps in a batch what it would keep alone
+        fixed = -(-(fixed + spec.other_bytes) // spec.batch_size)
+        spec = replace(spec, batch_size=1, other_bytes=spec.other_bytes // spec.batch_size)
 
         def held(num_slots: int) -> int:
             slots = sum(self.held_bytes(spec, num_slots, layers).values())
-            return slots + spec.batch_size * (num_slots // page) * per_slot + fixed
+            return slots + (num_slots // page) * per_slot + fixed
 
         budget, full = self.budget_bytes(spec), self.full_bytes(spec)
         if budget >= full:

@@ -9,6 +9,7 @@ here the new token is one of the slots. Keys keep their true positions.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class H2O(Budgeted):
 
     heavy_fraction: float = 0.5
     score: str = "sum"
+
+    overwrites: ClassVar[bool] = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -25,6 +25,7 @@ class Oracle(Budgeted):
     """Top k of the step's own attention; sparsity is the share of slots that do not take part, no bytes are freed."""
 
     memory_class: ClassVar[str] = "none"
+    reads_lists: ClassVar[bool] = True
 
     def num_read(self, spec: Spec) -> int:
         """Slots that take part in a step."""

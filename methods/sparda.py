@@ -111,6 +111,10 @@ class SparDA(Budgeted):
     # planning
 
     @property
+    def reads_lists(self) -> bool:
+        return self.select == "decode" and not self.evict
+
+    @property
     def overwrites(self) -> bool:
         return self.evict
 

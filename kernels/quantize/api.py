@@ -100,7 +100,7 @@ class KVFormat:
             codes += code_bits * len(heads)
             scales += round(self.row_bits(kind, head_dim) - code_bits) * len(heads)
         rows = 2 * batch_size * self.num_stored(num_slots)
-        held = {"kv": rows * codes // 8, "scales": rows * scales // 8, "heads": HEAD_BYTES * num_kv_heads}
+        held = {"kv": rows * codes // 8, "scales": rows * scales // 8, "tables": HEAD_BYTES * num_kv_heads}
         if not self.overwrites:
             held["tail"] = 2 * batch_size * num_kv_heads * BLOCK * head_dim * TAIL_BYTES
         return held
@@ -158,7 +158,7 @@ class QuantKV:
         held = {
             "kv": [x for part in self.parts for x in (part.k, part.v)],
             "scales": [x for part in self.parts for x in (part.k_params, part.v_params) if x is not None],
-            "heads": [part.head_index for part in self.parts],
+            "tables": [part.head_index for part in self.parts],
         }
         if self.k_tail is not None:
             held["tail"] = [self.k_tail, self.v_tail]

@@ -293,6 +293,14 @@ class PlaceInBatch(Sampled):
     make_layer = with_layer(PlaceInBatchLayer)
 
 
+class SharesTheBudget(Window):
+    """What a batch holds once is divided among its prompts: each keeps more than it would alone."""
+
+    def plan(self, spec):
+        kept = self.solve(spec, minimum=1, why="one token", fixed=4096)
+        return self.plan_slots(spec, kept, grows=False)
+
+
 # short_prompt, one_token_prompt
 
 

@@ -26,6 +26,7 @@ CASES = (
     ("gqa", broken.FirstHeadForAll, "group 1: .* off the masked dense forward"),
     ("ragged_batch", broken.LongestLength, "other tokens in the padding change what comes out"),
     ("ragged_batch", broken.PlaceInBatch, "step [0-9]+ differs between batch 1 and batch 8"),
+    ("ragged_batch", broken.SharesTheBudget, "a prompt keeps [0-9]+ tokens alone and [0-9]+ in a batch of 8"),
     ("short_prompt", broken.FractionOfPrompt, "position [0-9]+ of 13 is lost although 18 fit"),
     ("one_token_prompt", broken.FractionOfPrompt, "position 0 of 1 is lost although 18 fit"),
     ("one_token_prompt", broken.AssertsLength, "AssertionError at broken.py:[0-9]+: the window does not fit"),

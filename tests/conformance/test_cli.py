@@ -28,9 +28,9 @@ def crash(subject):
 
 def test_table_and_exit_code(monkeypatch, capsys):
     cheap(monkeypatch, sound, faulty, spared, crash)
-    assert main(["method=window", "sparsity=0.5", "kv_dtype=int8"]) == 1
+    assert main(["method=window", "sparsity=0.5", "kv_dtype=fp16"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("window, kv_dtype int8, keeps 46 of 92 tokens; random Llama of 3 layers")
+    assert lines[0].startswith("window, kv_dtype fp16, keeps 46 of 92 tokens; random Llama of 3 layers")
     assert [line.split() for line in lines[1:4]] == [
         ["sound", "pass", "keeps", "46"],
         ["faulty", "fail", "seen", "something"],

@@ -14,12 +14,12 @@ FOUND = discover(methods, Method)
 # knobs, where a method has them, that let it live in a small model
 SMALL = {"predict_layers": [1], "window": 4}
 STORED = ("auto", *(name for name in KV_DTYPES if name not in DTYPES))
-# storage is the same code for all methods, so the rarer formats are tried where everything and where a selection is stored
+# storage is the same code for all methods, so the rarer formats are tried on three: appended, compacted, overwritten
 CASES = [
     (name, kv_dtype)
     for name in FOUND
     for kv_dtype in STORED
-    if kv_dtype == "auto" or name not in KV_DTYPES and (kv_dtype == "int8" or name in ("full", "sparda"))
+    if kv_dtype == "auto" or name not in KV_DTYPES and (kv_dtype == "int8" or name in ("full", "sparda", "h2o"))
 ]
 # what has nothing to look at; a method that is not listed may have other reasons
 SPARED = {
@@ -32,7 +32,7 @@ DEVICES = (pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=
 def maker(name: str, kv_dtype: str):
     fields = {field.name for field in dataclasses.fields(FOUND[name])}
     # a 16-bit tail of 128 tokens leaves no room at higher sparsity in prompts as short as these
-    small = SMALL | {"sparsity": 0.2} if kv_dtype == "int4" else SMALL
+    small = SMALL | {"sparsity": 0.2} if kv_dtype == "int4" and not FOUND[name]().overwrites else SMALL
     knobs = {knob: value for knob, value in small.items() if knob in fields}
     return lambda: FOUND[name](**knobs, **({} if kv_dtype == "auto" else {"kv_dtype": kv_dtype}))
 

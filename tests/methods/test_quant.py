@@ -231,7 +231,7 @@ def test_int4_is_stored_as_the_method_needs_it(tiny_llama):
         method.bind(spec)
     assert ring.stored_facts() == {"kv_format": "int4_token", "kv_bits": 5.0}
     assert choice.stored_facts() == {"kv_format": "int4", "kv_bits": 5.0}
-    assert ring.planned.ledger.keys() == {"kv", "scales", "heads"} and "tail" in choice.planned.ledger
+    assert ring.planned.ledger.keys() == {"kv", "scales", "tables"} and "tail" in choice.planned.ledger
     assert ring.planned.kept % 32 == 0
     assert ring.budget_bytes(spec) == choice.budget_bytes(spec) == int(0.2 * spec.full_bytes("int4") + 1e-6)
 

@@ -81,7 +81,7 @@ def test_an_int4_cache_counts_its_tail():
     method = method_of("int4", "int4")
     method.bind(spec_of(head_dim=128, num_kv_heads=3, context_len=300, batch_size=2, num_layers=1, max_new_tokens=100))
     rows = 2 * 2 * 3
-    want = {"kv": rows * 256 * 64, "scales": rows * 256 * 16, "tail": rows * 128 * 256, "heads": 12}
+    want = {"kv": rows * 256 * 64, "scales": rows * 256 * 16, "tail": rows * 128 * 256, "tables": 12}
     assert measure(method).kinds == want | {HEADROOM: rows * 128 * 80}
     assert method.stored_facts() == {"kv_format": "int4", "kv_bits": 5.0}
 
