@@ -307,8 +307,7 @@ def test_graph_is_eager_and_never_syncs(tiny, name, kv_dtype, impl):
     model = copy.deepcopy(tiny).to(DEVICE, torch.bfloat16)
     ids, results = draw(4, 100), []
     for decode_impl in ("eager", "graph"):
-        options = dict(impl=impl, decode_impl=decode_impl, step_impl="fused" if decode_impl == "graph" else "module")
-        engine = build(model, make(name, kv_dtype=kv_dtype), batch=4, length=100, **(options | {"step_impl": "module"}))
+        engine = build(model, make(name, kv_dtype=kv_dtype), batch=4, length=100, impl=impl, decode_impl=decode_impl)
         for _ in range(2):
             engine.prefill(ids, [100, 1, 37, 64])
             tokens = engine.decode(30)
