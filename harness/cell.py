@@ -29,7 +29,7 @@ from harness.engine import Engine
 from harness.ledger import WORKSPACE
 from harness.report.card import print_card
 from harness.report.progress import Progress
-from harness.results import Row, write_atomic
+from harness.results import STORE, Row, write_atomic
 from harness.step import choose_step
 from kernels.check import choose
 from methods.base import Budgeted
@@ -38,7 +38,6 @@ from methods.slots import name_of
 from tasks.base import Sample
 
 ROOT = Path(__file__).resolve().parent.parent
-STORE = Path("outputs/rows")  # finished rows by config hash, below the folder that run.py is started in
 MIN_REPEATS = 5
 MIN_DECODE_TOKENS = 128  # fewer cannot give a time per token
 WARM_UP_STEPS = 8

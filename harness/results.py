@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STATUSES = ("ok", "oom_prefill", "oom_decode", "invalid", "nan", "timeout", "failed")
+STORE = Path("outputs/rows")  # finished rows by config hash, below the folder that run.py is started in
 FLAGS = ("noop", "untrained", "baseline_broken", "short_decode", "simulated", "not_interleaved", "noisy", "few_prefills")
 
 

@@ -13,7 +13,9 @@ from harness.results import write_atomic
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.report", description="One self-contained HTML page from rows.")
-    parser.add_argument("paths", nargs="+", type=Path, help="folders with row.json or *.jsonl files, also calibrations, or such files")
+    parser.add_argument(
+        "paths", nargs="+", type=Path, help="folders with row.json or *.jsonl files, also calibrations, or such files"
+    )
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="default: %(default)s")
     args = parser.parse_args(argv)
     try:

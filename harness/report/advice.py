@@ -74,7 +74,9 @@ def accuracy_gap(entry: Entry, full: Entry) -> Gap | None:
 
 
 def _scores(entry: Entry) -> dict[str, float]:
-    return {str(line["id"]): line["score"] for line in entry.samples if isinstance(line.get("score"), int | float) and "id" in line}
+    return {
+        str(line["id"]): line["score"] for line in entry.samples if isinstance(line.get("score"), int | float) and "id" in line
+    }
 
 
 @dataclass
@@ -195,7 +197,9 @@ def views(entries: list[Entry]) -> list[View]:
         scored = {
             task: found
             for (*other, task, asked), found in grouped.items()
-            if (other, asked) == (setting, question) and task != ALL_TASKS and any(one.row.accuracy is not None for one in found)
+            if (other, asked) == (setting, question)
+            and task != ALL_TASKS
+            and any(one.row.accuracy is not None for one in found)
         }
         if len(scored) > 1:
             grouped[(*setting, ALL_TASKS, question)] = [entry for found in scored.values() for entry in found]
@@ -205,7 +209,9 @@ def views(entries: list[Entry]) -> list[View]:
         for entry in members:  # oldest first: a later row of the same task and seed takes the place of an earlier one
             by_label.setdefault(labels[id(entry)], {})[entry.row.task, entry.row.seed] = entry
         all_tasks = {task for chosen in by_label.values() for task, _ in chosen}
-        candidates = [Candidate(label, rows[-1].row.method, rows) for label, rows in ((k, list(v.values())) for k, v in by_label.items())]
+        candidates = [
+            Candidate(label, rows[-1].row.method, rows) for label, rows in ((k, list(v.values())) for k, v in by_label.items())
+        ]
         # a method that has not run all tasks of the view cannot be ranked by their mean
         candidates = [one for one in candidates if {entry.row.task for entry in one.entries} == all_tasks]
         references = [one for one in candidates if one.is_full]
@@ -214,7 +220,9 @@ def views(entries: list[Entry]) -> list[View]:
         candidates.sort(key=lambda one: (not one.is_full, one.method, one.label))
         if candidates:
             found.append(View(*key, candidates))
-    return sorted(found, key=lambda view: (view.full is None, view.full is not None and view.full.accuracy is None, -len(view.candidates)))
+    return sorted(
+        found, key=lambda view: (view.full is None, view.full is not None and view.full.accuracy is None, -len(view.candidates))
+    )
 
 
 def _likeness(one: Candidate, full: Candidate) -> int:
@@ -267,7 +275,12 @@ def advise(view: View, loss_points: float = 1.0, goal_name: str = "bytes", limit
     not_taken = tuple(f"{label}: {why}" for label, why in refused.items())
     rule = _rule(view)
     if not passing:
-        return Advice("keep", "Keep full", reasons=(*_nearest(others, loss_points), *_diagnosis(view, full, goal), *rule), refused=not_taken)
+        return Advice(
+            "keep",
+            "Keep full",
+            reasons=(*_nearest(others, loss_points), *_diagnosis(view, full, goal), *rule),
+            refused=not_taken,
+        )
 
     def rank(one: Candidate) -> tuple:
         best = one.value(goal.metric)
@@ -276,7 +289,9 @@ def advise(view: View, loss_points: float = 1.0, goal_name: str = "bytes", limit
     best = min(passing, key=rank)
     facts = _facts(best, goal)
     if limit is None and (why := _not_worth_it(view, full, best, goal)):
-        return Advice("keep", "Keep full", "", (why, *rule, f"The best that the rows allow is {best.label}: {facts[0]}"), not_taken)
+        return Advice(
+            "keep", "Keep full", "", (why, *rule, f"The best that the rows allow is {best.label}: {facts[0]}"), not_taken
+        )
     reasons = (*facts, *rule, *_caveats(best, goal, loss_points))
     return Advice("use", f"Use {best.label}", best.overrides, reasons, not_taken)
 
@@ -312,7 +327,9 @@ def _facts(one: Candidate, goal: Goal) -> list[str]:
         value, reference = one.value(each.metric), one.full.value(each.metric)
         if value is not None and reference:
             what = {"bytes": "KV cache", "tpot": "time per token", "ttft": "time to first token"}[each.name]
-            lines.append(f"{what} {each.shown(value)} instead of {each.shown(reference)}, {factor(value, reference, each.words)}.")
+            lines.append(
+                f"{what} {each.shown(value)} instead of {each.shown(reference)}, {factor(value, reference, each.words)}."
+            )
     gap, task = one.worst, min(one.gaps, key=lambda name: one.gaps[name].low)
     how = "paired" if gap.paired else "not paired"
     lines.append(
@@ -353,7 +370,9 @@ def _not_worth_it(view: View, full: Candidate, best: Candidate, goal: Goal) -> s
     if goal.name == "bytes" and memory and held:
         saved = full.value("kv_resident_bytes") - best.value("kv_resident_bytes")
         if saved < MIN_GAIN * memory:
-            return f"Memory is not scarce: {size(saved)} saved of {size(memory)} in use while decoding, {percent(saved / memory)}."
+            return (
+                f"Memory is not scarce: {size(saved)} saved of {size(memory)} in use while decoding, {percent(saved / memory)}."
+            )
     return None
 
 
@@ -370,10 +389,14 @@ def _diagnosis(view: View, full: Candidate, goal: Goal) -> list[str]:
                 f"without any cache a step could be {1 / (1 - share):.2f}x faster at most."
             )
         if row.bound_ratio and row.bound_ratio > 3:
-            lines.append(f"A step takes {row.bound_ratio:.1f}x its bandwidth bound: launches and small work, not bytes, set the time.")
+            lines.append(
+                f"A step takes {row.bound_ratio:.1f}x its bandwidth bound: launches and small work, not bytes, set the time."
+            )
     memory, held = full.value("peak_decode_bytes"), full.value("kv_allocated_bytes")
     if goal.name == "bytes" and memory and held and held < 0.1 * memory:
-        lines.append(f"Memory is not scarce: full's cache is {percent(held / memory)} of the {size(memory)} in use while decoding.")
+        lines.append(
+            f"Memory is not scarce: full's cache is {percent(held / memory)} of the {size(memory)} in use while decoding."
+        )
     return lines
 
 
@@ -381,7 +404,9 @@ def _caveats(one: Candidate, goal: Goal, loss_points: float) -> list[str]:
     lines, gap = [], one.worst
     # no disagreement in n samples still leaves 3 / n possible, with 95 % confidence
     if gap.num_samples and 300 / gap.num_samples > loss_points and gap.low == gap.high:
-        lines.append(f"Caution: {gap.num_samples} samples without a difference cannot rule out a loss of {300 / gap.num_samples:.0f} points.")
+        lines.append(
+            f"Caution: {gap.num_samples} samples without a difference cannot rule out a loss of {300 / gap.num_samples:.0f} points."
+        )
     if goal.metric != "kv_resident_bytes" and "not_interleaved" in one.flags:
         lines.append("Caution: timed at another moment than full, not in turns.")
     if "few_prefills" in one.flags and goal.name == "ttft":

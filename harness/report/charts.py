@@ -13,7 +13,19 @@ from harness.report.rows import HEAT_KEYS, Entry, matrices
 from harness.report.text import ms, number, percent, size, tokens
 
 NUM_COLOURS = 7  # --m0 ... --m6 in page.css, safe for colour-blind eyes; symbols tell the eighth from the first
-SYMBOLS = ("circle", "square", "diamond", "triangle-up", "triangle-down", "cross", "pentagon", "hexagon", "x", "triangle-left", "triangle-right")
+SYMBOLS = (
+    "circle",
+    "square",
+    "diamond",
+    "triangle-up",
+    "triangle-down",
+    "cross",
+    "pentagon",
+    "hexagon",
+    "x",
+    "triangle-left",
+    "triangle-right",
+)
 GLYPHS = ("●", "■", "◆", "▲", "▼", "✚", "⬟", "⬢", "✖", "◀", "▶")
 NUM_KINDS = 6
 INK, SOFT = "var(--ink)", "var(--soft)"
@@ -41,7 +53,13 @@ def text(value) -> str:
 
 
 def figure(data: list[dict], x: dict, y: dict, **layout) -> dict:
-    axis = {"gridcolor": "var(--grid)", "zeroline": False, "linecolor": "var(--grid)", "automargin": True, "title": {"standoff": 8}}
+    axis = {
+        "gridcolor": "var(--grid)",
+        "zeroline": False,
+        "linecolor": "var(--grid)",
+        "automargin": True,
+        "title": {"standoff": 8},
+    }
     for own in (x, y):
         own["title"] = axis["title"] | {"text": own["title"]} if "title" in own else axis["title"]
     base = {
@@ -97,7 +115,9 @@ def place_labels(points: list[tuple[float, float, str]], others: list[tuple[floa
             middle = y + up * LINE
             box = (left, left + width, middle - LINE / 2, middle + LINE / 2)
             inside = -0.05 <= box[0] and box[1] <= 1.06 and -0.02 <= box[2] and box[3] <= 1.04
-            if inside and not any(box[0] < other[1] and other[0] < box[1] and box[2] < other[3] and other[2] < box[3] for other in taken):
+            if inside and not any(
+                box[0] < other[1] and other[0] < box[1] and box[2] < other[3] and other[2] < box[3] for other in taken
+            ):
                 taken.append(box)
                 chosen.append(name)
                 break
@@ -145,7 +165,9 @@ def pareto(view: View, name: str, style: Style) -> dict | None:
     data = []
     if len(best) > 1:
         line = {"x": [x for _, x in best], "y": [one.accuracy for one, _ in best], "mode": "lines", "hoverinfo": "skip"}
-        data.append(line | {"type": "scatter", "line": {"color": SOFT, "width": 1.5, "shape": "vh" if more_is_better else "hv"}})
+        data.append(
+            line | {"type": "scatter", "line": {"color": SOFT, "width": 1.5, "shape": "vh" if more_is_better else "hv"}}
+        )
     for method in dict.fromkeys(one.method for one, _ in shown):
         members = [(one, x) for one, x in shown if one.method == method]
         ones = [one for one, _ in members]
@@ -264,11 +286,17 @@ def latency_by_context(views: list[View], metric: str, style: Style) -> dict | N
     if not lengths:
         return None
     ticks = {"tickvals": lengths, "ticktext": [tokens(length) for length in lengths]}
-    x = {"title": "context, tokens, log scale", "type": "log", "range": [math.log10(lengths[0]) - 0.1, math.log10(lengths[-1]) + 0.35 * math.log10(lengths[-1] / lengths[0])]}
+    x = {
+        "title": "context, tokens, log scale",
+        "type": "log",
+        "range": [math.log10(lengths[0]) - 0.1, math.log10(lengths[-1]) + 0.35 * math.log10(lengths[-1] / lengths[0])],
+    }
     return _latency(points, None, metric, x | ticks, style, lambda one: one.label)
 
 
-def _latency(points: list[tuple[float, Candidate]], full: Candidate | None, metric: str, x: dict, style: Style, line_of) -> dict | None:
+def _latency(
+    points: list[tuple[float, Candidate]], full: Candidate | None, metric: str, x: dict, style: Style, line_of
+) -> dict | None:
     """Solid lines and symbols are measured (median, whisker to p95), dots of the same colour the bandwidth bound."""
     if not points:
         return None
@@ -325,8 +353,13 @@ def predicted(entries: list[Entry], style: Style) -> dict | None:
     if not shown:
         return None
     unit, name = _unit(max(row.kv_resident_bytes for row in shown))
-    ends = [min(row.kv_predicted_bytes for row in shown) / unit * 0.8, max(row.kv_predicted_bytes for row in shown) / unit * 1.25]
-    data = [{"type": "scatter", "mode": "lines", "x": ends, "y": ends, "line": {"color": SOFT, "width": 1}, "hoverinfo": "skip"}]
+    ends = [
+        min(row.kv_predicted_bytes for row in shown) / unit * 0.8,
+        max(row.kv_predicted_bytes for row in shown) / unit * 1.25,
+    ]
+    data = [
+        {"type": "scatter", "mode": "lines", "x": ends, "y": ends, "line": {"color": SOFT, "width": 1}, "hoverinfo": "skip"}
+    ]
     for method in dict.fromkeys(row.method for row in shown):
         members = [row for row in shown if row.method == method]
         data.append(
@@ -366,15 +399,26 @@ def heat_maps(name: str, calibration: dict) -> list[tuple[str, dict]]:
     found = []
     for title, matrix in matrices(calibration).items():
         num_columns = len(matrix[0])
-        across = next((calibration[key] for key in ("lengths", "context_lens") if len(calibration.get(key) or ()) == num_columns), None)
-        x = {"title": "context, tokens" if across else "layer" if len(matrix) == num_columns else "column", "constrain": "domain"}
+        across = next(
+            (calibration[key] for key in ("lengths", "context_lens") if len(calibration.get(key) or ()) == num_columns), None
+        )
+        x = {
+            "title": "context, tokens" if across else "layer" if len(matrix) == num_columns else "column",
+            "constrain": "domain",
+        }
         trace = {
             "type": "heatmap",
             "z": matrix,
-            "x": [tokens(value) if isinstance(value, int) else text(value) for value in across] if across else list(range(num_columns)),
+            "x": [tokens(value) if isinstance(value, int) else text(value) for value in across]
+            if across
+            else list(range(num_columns)),
             "y": list(range(len(matrix))),
             "colorscale": "Cividis",
-            "colorbar": {"title": {"text": next(word for word in HEAT_KEYS if word in title.lower())}, "thickness": 12, "outlinewidth": 0},
+            "colorbar": {
+                "title": {"text": next(word for word in HEAT_KEYS if word in title.lower())},
+                "thickness": 12,
+                "outlinewidth": 0,
+            },
             "hovertemplate": "layer %{y}, %{x}<br>%{z:.3f}<extra></extra>",
         }
         if across:

@@ -29,13 +29,25 @@ STATUS_TEXTS = {
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
 # name of the chart, heading, what it shows
 VIEW_CHARTS = (
-    ("kept", "Accuracy against KV bytes held", "Upper left is better. The line is the Pareto front; hollow symbols may not be advised."),
+    (
+        "kept",
+        "Accuracy against KV bytes held",
+        "Upper left is better. The line is the Pareto front; hollow symbols may not be advised.",
+    ),
     ("rate", "Accuracy against tokens per second", "Upper right is better."),
     ("ttft", "Accuracy against time to first token", "Upper left is better."),
-    ("sparsity", "Time per token against bytes gone", "Measured median, whisker to p95; dotted: the bandwidth bound, weights and KV bytes of a step over copy speed. Dashed: full."),
+    (
+        "sparsity",
+        "Time per token against bytes gone",
+        "Measured median, whisker to p95; dotted: the bandwidth bound, weights and KV bytes of a step over copy speed. Dashed: full.",
+    ),
     ("context", "Time per token against context", "Measured median, whisker to p95; dotted: the bandwidth bound."),
     ("ttft_context", "Time to first token against context", "All lengths measured at this batch."),
-    ("ledger", "Memory ledger", "KV bytes held after prefill, by kind; the tick is what the method predicted. Headroom is room for tokens to come."),
+    (
+        "ledger",
+        "Memory ledger",
+        "KV bytes held after prefill, by kind; the tick is what the method predicted. Headroom is room for tokens to come.",
+    ),
 )
 
 
@@ -125,14 +137,16 @@ def _view(view: View, all_views: list[View], style: charts.Style) -> dict:
     texts: dict[Advice, int] = {}
     advice = {
         goal: {
-            _limit_key(limit): [[loss, texts.setdefault(one, len(texts))] for loss, one in steps(view, goal, limit)] for limit in LIMITS
+            _limit_key(limit): [[loss, texts.setdefault(one, len(texts))] for loss, one in steps(view, goal, limit)]
+            for limit in LIMITS
         }
         for goal in GOALS
     }
     # sentences recur in many texts: each is stored once
     lines: dict[str, int] = {}
     numbered = [
-        vars(one) | {name: [lines.setdefault(line, len(lines)) for line in getattr(one, name)] for name in ("reasons", "refused")}
+        vars(one)
+        | {name: [lines.setdefault(line, len(lines)) for line in getattr(one, name)] for name in ("reasons", "refused")}
         for one in texts
     ]
     return {"charts": drawn, "advice": advice, "texts": numbered, "lines": list(lines)}
@@ -209,12 +223,18 @@ def _filters(rows: list) -> str:
     """One select per column that holds more than one value."""
     made = []
     for name in FILTERS:
-        values = {flag for row in rows for flag in row.flags} | {"none"} if name == "flag" else {getattr(row, name) for row in rows}
+        values = (
+            {flag for row in rows for flag in row.flags} | {"none"} if name == "flag" else {getattr(row, name) for row in rows}
+        )
         values -= {""}
         if len(values) < 2:
             continue
-        options = "".join(f"<option>{html.escape(str(value))}</option>" for value in sorted(values, key=lambda v: (str(type(v)), v)))
-        made.append(f'<label>{name.replace("_", " ")} <select data-filter="{name}"><option value="">all</option>{options}</select></label>')
+        options = "".join(
+            f"<option>{html.escape(str(value))}</option>" for value in sorted(values, key=lambda v: (str(type(v)), v))
+        )
+        made.append(
+            f'<label>{name.replace("_", " ")} <select data-filter="{name}"><option value="">all</option>{options}</select></label>'
+        )
     return "".join(made)
 
 
@@ -246,7 +266,10 @@ def _line(row, label: str, used: list) -> str:
 
     facts = {name: getattr(row, name) for name in FILTERS if name != "flag"} | {"flag": " ".join(row.flags) or "none"}
     attributes = "".join(f' data-{name.replace("_", "-")}="{html.escape(str(value))}"' for name, value in facts.items())
-    words = "".join(f'<span class="flag" title="{html.escape(FLAG_TEXTS.get(flag, "see docs"))}">{html.escape(flag)}</span> ' for flag in row.flags)
+    words = "".join(
+        f'<span class="flag" title="{html.escape(FLAG_TEXTS.get(flag, "see docs"))}">{html.escape(flag)}</span> '
+        for flag in row.flags
+    )
     error = f'<span class="error">{html.escape(row.error)}</span>' if row.error else ""
     state = f'<td class="text state" data-v="{html.escape(row.status)}"><span class="status {"ok" if row.status == "ok" else "bad"}">{html.escape(row.status)}</span> {words}{error}</td>'
     command = html.escape(row.reproduce)

@@ -73,7 +73,9 @@ def _files(path: Path) -> list[Path]:
 def _read(file: Path, loaded: Loaded) -> None:
     try:
         text = file.read_text()
-        objects = [json.loads(line) for line in text.splitlines() if line.strip()] if file.suffix == ".jsonl" else [json.loads(text)]
+        objects = (
+            [json.loads(line) for line in text.splitlines() if line.strip()] if file.suffix == ".jsonl" else [json.loads(text)]
+        )
     except (OSError, ValueError) as err:
         loaded.notes.append(f"{file.name} cannot be read: {' '.join(str(err).split())}")
         return
@@ -154,7 +156,11 @@ def overrides_of(row: Row) -> str:
     keys = {word.partition("=")[0] for word in own}
     if any(word.startswith("experiment=") for word in words):
         # the preset may have set knobs that the command does not show
-        own += [f"method.{key}={_value(row.knobs[key])}" for key in row.knobs if key not in BUDGET_KNOBS and f"method.{key}" not in keys]
+        own += [
+            f"method.{key}={_value(row.knobs[key])}"
+            for key in row.knobs
+            if key not in BUDGET_KNOBS and f"method.{key}" not in keys
+        ]
     if "method" not in keys:
         own.insert(0, f"method={row.method}")
     for name in ("sparsity", "kv_budget"):
@@ -232,4 +238,8 @@ def cell_key(row: Row) -> tuple:
 
 
 def differing(one: Row, other: Row, names: Iterable[str]) -> list[str]:
-    return [f"{name} {getattr(one, name)} and {getattr(other, name)}" for name in names if getattr(one, name) != getattr(other, name)]
+    return [
+        f"{name} {getattr(one, name)} and {getattr(other, name)}"
+        for name in names
+        if getattr(one, name) != getattr(other, name)
+    ]

@@ -221,7 +221,9 @@ def test_terminal_of_any_width(columns, widest, no_color, monkeypatch):
             assert word in words
 
 
-@pytest.mark.parametrize("printer, arguments", [(print_card, (SPARSE, FULL)), (print_table, ([FULL, SPARSE],))], ids=["card", "table"])
+@pytest.mark.parametrize(
+    "printer, arguments", [(print_card, (SPARSE, FULL)), (print_table, ([FULL, SPARSE],))], ids=["card", "table"]
+)
 def test_piped_text_has_no_blanks_at_ends(printer, arguments, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     text = drawn(*arguments, printer=printer)

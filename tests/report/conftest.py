@@ -66,7 +66,17 @@ def make_row(method: str = "full", sparsity: float | None = None, **fields) -> R
     }
     row = dataclasses.replace(Row(), **(values | fields))
     if not row.config_hash:
-        key = (row.method, row.sparsity, row.kv_dtype, row.model, row.task, row.question, row.context_len, row.batch_size, row.seed)
+        key = (
+            row.method,
+            row.sparsity,
+            row.kv_dtype,
+            row.model,
+            row.task,
+            row.question,
+            row.context_len,
+            row.batch_size,
+            row.seed,
+        )
         row.config_hash = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
     return row
 
@@ -86,11 +96,27 @@ def stress_rows() -> list[Row]:
                     row.ttft_ms *= 1 + 0.02 * place
                     row.tpot_ms_p50 *= 1 + 0.03 * place
                     row.decode_tokens_per_s /= 1 + 0.03 * place
-                    row.flags = [["noop"], ["untrained"], ["simulated"], ["noisy", "not_interleaved"]][place % 4] if place > 7 else []
+                    row.flags = (
+                        [["noop"], ["untrained"], ["simulated"], ["noisy", "not_interleaved"]][place % 4] if place > 7 else []
+                    )
                     rows.append(row)
     for status in ("invalid", "oom_prefill", "oom_decode", "nan", "timeout", "failed"):
-        rows.append(Row(status=status, model="llama3-8b-shape", method="h2o", task="niah", context_len=131072, batch_size=1, error="no room " * 20))
-    rows.append(make_row("sparda", 0.8, model=HOSTILE, config_hash="f" * 12, reproduce=f"python run.py model.path='{HOSTILE}' method=sparda"))
+        rows.append(
+            Row(
+                status=status,
+                model="llama3-8b-shape",
+                method="h2o",
+                task="niah",
+                context_len=131072,
+                batch_size=1,
+                error="no room " * 20,
+            )
+        )
+    rows.append(
+        make_row(
+            "sparda", 0.8, model=HOSTILE, config_hash="f" * 12, reproduce=f"python run.py model.path='{HOSTILE}' method=sparda"
+        )
+    )
     return rows
 
 
