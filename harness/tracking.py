@@ -15,6 +15,8 @@ from omegaconf import DictConfig
 from harness.config import LoggerConf, cell_of
 from harness.results import Row
 
+SAMPLE_METRICS = ("score", "output_len", "nll_nats")  # numbers of a line of samples.jsonl that are worth a curve
+
 
 def log_run(cfg: DictConfig, row: Row, samples: list[dict], out_dir: Path, conf: LoggerConf) -> None:
     """Log one cell: config = the resolved cell, summary = all columns of the row, table = one line per sample.
@@ -62,12 +64,37 @@ def _log(cell: dict, row: Row, samples: list[dict], out_dir: Path, conf: LoggerC
         _warn(f"{out_dir} cannot be written, W&B uses {run.dir}")
     try:
         run.summary.update(row.to_dict())
+        _log_ledger(run, wandb, row)
         if samples:
+            _log_samples(run, samples)
             columns = list(dict.fromkeys(key for sample in samples for key in sample))
             lines = [[_plain(sample.get(key)) for key in columns] for sample in samples]
             run.log({"samples": wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
     finally:
         run.finish(exit_code=0 if row.status == "ok" else 1)
+
+
+def _log_ledger(run, wandb, row: Row) -> None:
+    """The memory ledger as a native bar chart of this run; across runs the dashboard draws kv_ledger.* of the summary."""
+    if row.kv_ledger:
+        table = wandb.Table(columns=["kind", "bytes"], data=[[kind, size] for kind, size in row.kv_ledger.items()])
+        run.log({"kv_ledger_chart": wandb.plot.bar(table, "kind", "bytes", title="KV bytes held, by kind")})
+
+
+def _log_samples(run, samples: list[dict]) -> None:
+    """One step per sample: its numbers, and the mean score so far, which shows how many samples the accuracy needs."""
+    run.define_metric("sample/index", hidden=True)
+    for name in SAMPLE_METRICS:
+        run.define_metric(f"sample/{name}", step_metric="sample/index", summary="mean")
+    run.define_metric("sample/mean_score", step_metric="sample/index", summary="last")
+    total = 0.0
+    for index, sample in enumerate(samples):
+        step = {f"sample/{name}": sample[name] for name in SAMPLE_METRICS if isinstance(sample.get(name), int | float)}
+        if "sample/score" in step:
+            total += step["sample/score"]
+            step["sample/mean_score"] = total / (index + 1)
+        if step:
+            run.log({"sample/index": index, **step})
 
 
 def _mode(wandb) -> str:

@@ -350,7 +350,7 @@ def _nearest(others: list[Candidate], loss_points: float) -> list[str]:
     gap = near.worst
     return [
         f"No row surely keeps the accuracy. The nearest is {near.label}: {gap.points:+.1f} points, "
-        f"between {gap.low:+.1f} and {gap.high:+.1f} ({gap.num_samples} samples{', paired' if gap.paired else ''})."
+        f"between {gap.low:+.1f} and {gap.high:+.1f} ({gap.num_samples} samples, {'paired' if gap.paired else 'not paired'})."
     ]
 
 

@@ -6,22 +6,24 @@ python -m harness.report.card outputs/<date>/<time>/row.json
 
 import contextlib
 import io
+import re
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from math import hypot
 from pathlib import Path
 from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from harness.report.text import DASH, LESS, LOSS, RATE, TIME, change, ms, number, percent, plain, size, style_of
 from harness.results import Row
 
 WIDTH = 80
-DASH = "–"
 FLAG_TEXTS = {
     "noop": "the budget covers the whole prompt: nothing was dropped, this is full",
     "untrained": "this method needs trained weights and ran without them",
@@ -45,33 +47,34 @@ MEMORY_TEXTS = {
     "fixed_state": "a state of fixed size",
     "none": "nothing is saved",
 }
-LESS, TIME, RATE, LOSS = ("less", "more"), ("faster", "slower"), ("slower", "faster"), ("better", "worse")
 
 
 def print_card(row: Row, full: Row | None = None, full_note: str | None = None, file: TextIO | None = None) -> None:
     """Print the card; see `card`."""
-    _print(card(row, full, full_note), file)
+    print_fitted(lambda width: card(row, full, full_note, width), file)
 
 
 def print_table(rows: list[Row], file: TextIO | None = None) -> None:
     """Print one line per cell; see `table`."""
-    _print(table(rows), file)
+    print_fitted(lambda width: table(rows, width), file)
 
 
-def card(row: Row, full: Row | None = None, full_note: str | None = None) -> Group:
+def card(row: Row, full: Row | None = None, full_note: str | None = None, width: int = WIDTH) -> Group:
     """Rich renderable of one row.
 
     Args:
         full: the same cell with the full cache; None when the cell is full itself or no comparison was asked for.
         full_note: where full's row comes from when it was not measured now.
+        width: columns of the terminal, at most 80.
     """
+    least = 16 if width >= WIDTH else 12
     parts = [_header(row, full)]
-    numbers = Table(box=SIMPLE_HEAD, width=WIDTH, padding=(0, 1), pad_edge=False)
+    numbers = Table(box=SIMPLE_HEAD, width=width, padding=(0, 1), pad_edge=False)
     numbers.add_column()
-    numbers.add_column(Text(row.method), justify="right", min_width=16, overflow="fold")
+    numbers.add_column(Text(row.method), justify="right", min_width=least, overflow="fold")
     if full:
-        numbers.add_column(Text("full"), justify="right", min_width=16, overflow="fold")
-        numbers.add_column(Text("against full"), justify="right", min_width=14)
+        numbers.add_column(Text("full"), justify="right", min_width=least, overflow="fold")
+        numbers.add_column(Text("against full"), justify="right", min_width=least - 2)
     for label, value, shown, words in _lines(row, full):
         cells = [Text(label), Text(shown(row), style="bold")]
         if full:
@@ -80,10 +83,10 @@ def card(row: Row, full: Row | None = None, full_note: str | None = None) -> Gro
             cells += [Text(shown(full)), verdict]
         numbers.add_row(*cells)
     accuracy = [Text("accuracy"), Text(_accuracy(row), style="bold")]
-    samples = [Text("  samples"), Text(_plain(row.num_samples), style="bold")]
+    samples = [Text("  samples"), Text(plain(row.num_samples), style="bold")]
     if full:
         accuracy += [Text(_accuracy(full)), _accuracy_change(row, full)]
-        samples += [Text(_plain(full.num_samples)), Text()]
+        samples += [Text(plain(full.num_samples)), Text()]
     numbers.add_row(*accuracy)
     if full and row.verdict:
         numbers.add_row("  95 % interval", "", "", f"{row.accuracy_diff_low:+.2f} to {row.accuracy_diff_high:+.2f}")
@@ -96,31 +99,47 @@ def card(row: Row, full: Row | None = None, full_note: str | None = None) -> Gro
                 overflow="fold",
             )
         )
-    parts.append(_footer(row))
+    parts.append(_footer(row, width))
     return Group(*parts)
 
 
-def table(rows: list[Row]) -> Table:
-    """Rich renderable with one line per row, named by its method and by whatever differs between the rows."""
-    lines = Table(box=SIMPLE_HEAD, width=WIDTH, padding=(0, 1), pad_edge=False)
-    lines.add_column("cell", overflow="fold")
-    for name in ("KV held", "TTFT", "TPOT", "tokens/s", "accuracy"):
-        lines.add_column(name, justify="right", no_wrap=True)
+COLUMNS = (
+    ("KV held", lambda row: size(row.kv_resident_bytes)),
+    ("TTFT", lambda row: ms(row.ttft_ms)),
+    ("TPOT", lambda row: ms(row.tpot_ms_p50)),
+    ("tokens/s", lambda row: number(row.decode_tokens_per_s)),
+    ("accuracy", lambda row: number(row.accuracy)),
+)
+
+
+def table(rows: list[Row], width: int = WIDTH) -> RenderableType:
+    """Rich renderable with one line per row, named by its method and by whatever differs between the rows.
+
+    On a narrow terminal the values stand below the name.
+    """
     knobs = ("model", "task", "question", "kv_dtype", "context_len", "batch_size", "sparsity", "kv_budget", "seed")
     varying = [name for name in knobs if len({getattr(row, name) for row in rows}) > 1]
+    names = []
     for row in rows:
-        known = [f"{name}={_plain(getattr(row, name))}" for name in varying if getattr(row, name) is not None]
-        cell = Text(" ".join([row.method, *known]))
+        known = [f"{name}={plain(getattr(row, name))}" for name in varying if getattr(row, name) is not None]
+        cell = Text(" ".join([row.method, *known]), overflow="fold")
         for word in ([] if row.status == "ok" else [row.status]) + row.flags:
             cell.append(f"\n! {word}", style=_status_style(row))
-        values = [row.kv_resident_bytes, row.ttft_ms, row.tpot_ms_p50, row.decode_tokens_per_s, row.accuracy]
-        shown = [show(value) for show, value in zip((_bytes, _ms, _ms, _number, _number), values, strict=True)]
-        lines.add_row(cell, *map(Text, shown))
+        names.append(cell)
+    if width < 72:
+        values = [Text("  " + ", ".join(f"{name} {shown(row)}" for name, shown in COLUMNS)) for row in rows]
+        return Group(*(part for pair in zip(names, values, strict=True) for part in pair))
+    lines = Table(box=SIMPLE_HEAD, width=width, padding=(0, 1), pad_edge=False)
+    lines.add_column("cell", overflow="fold")
+    for name, _ in COLUMNS:
+        lines.add_column(name, justify="right", no_wrap=True)
+    for cell, row in zip(names, rows, strict=True):
+        lines.add_row(cell, *(Text(shown(row)) for _, shown in COLUMNS))
     return lines
 
 
 def _header(row: Row, full: Row | None) -> Text:
-    budget = f"kv_budget {row.kv_budget:g}" if row.kv_budget is not None else f"sparsity {_plain(row.sparsity)}"
+    budget = f"kv_budget {row.kv_budget:g}" if row.kv_budget is not None else f"sparsity {plain(row.sparsity)}"
     shape = f"context {row.context_len}, batch {row.batch_size}, {row.num_new_tokens} new tokens, seed {row.seed}"
     text = Text(overflow="fold")
     text.append(f"{row.method} on {row.model}, task {row.task}\n", style="bold")
@@ -128,7 +147,7 @@ def _header(row: Row, full: Row | None) -> Text:
     if row.question:
         text.append(f"question {row.question}: {QUESTION_TEXTS.get(row.question, '')}\n")
     text.append(f"memory {row.memory_class}: {MEMORY_TEXTS.get(row.memory_class, '')}\n")
-    text.append(f"kernels {_plain(row.kernel_impl)}, decode {_plain(row.decode_impl)}\n")
+    text.append(f"kernels {plain(row.kernel_impl)}, decode {plain(row.decode_impl)}\n")
     if row.tp_size > 1:
         text.append(f"bytes are those of one of {row.tp_size} ranks\n")
     text.append("status ")
@@ -154,20 +173,20 @@ def _lines(row: Row, full: Row | None) -> list[tuple]:
     rows = [row, full] if full else [row]
     kinds = dict.fromkeys(kind for one in rows for kind in one.kv_ledger)
     lines = [
-        line("KV cache held", "kv_resident_bytes", _bytes, LESS),
-        *((f"  {kind}", of_ledger(kind), lambda one, kind=kind: _bytes(one.kv_ledger.get(kind)), None) for kind in kinds),
+        line("KV cache held", "kv_resident_bytes", size, LESS),
+        *((f"  {kind}", of_ledger(kind), lambda one, kind=kind: size(one.kv_ledger.get(kind)), None) for kind in kinds),
         ("  predicted", lambda one: None, _predicted, None),
-        line("  share of dense cache", "kv_kept_ratio", _percent),
-        line("  read per decode step", "kv_read_bytes_per_step", _bytes, LESS),
-        line("  with room to grow", "kv_allocated_bytes", _bytes, LESS),
-        line("peak memory, prefill", "peak_prefill_bytes", _bytes, LESS),
-        line("peak memory, decode", "peak_decode_bytes", _bytes, LESS),
-        line("time to first token", "ttft_ms", _ms, TIME),
-        line("  of it compression", "compress_ms", _ms),
-        line("time per token, median", "tpot_ms_p50", _ms, TIME),
-        line("time per token, p95", "tpot_ms_p95", _ms, TIME),
-        line("decode tokens/s", "decode_tokens_per_s", _number, RATE),
-        line("prefill tokens/s", "prefill_tokens_per_s", _number, RATE),
+        line("  share of dense cache", "kv_kept_ratio", percent),
+        line("  read per decode step", "kv_read_bytes_per_step", size, LESS),
+        line("  with room to grow", "kv_allocated_bytes", size, LESS),
+        line("peak memory, prefill", "peak_prefill_bytes", size, LESS),
+        line("peak memory, decode", "peak_decode_bytes", size, LESS),
+        line("time to first token", "ttft_ms", ms, TIME),
+        line("  of it compression", "compress_ms", ms),
+        line("time per token, median", "tpot_ms_p50", ms, TIME),
+        line("time per token, p95", "tpot_ms_p95", ms, TIME),
+        line("decode tokens/s", "decode_tokens_per_s", number, RATE),
+        line("prefill tokens/s", "prefill_tokens_per_s", number, RATE),
         line("time / bandwidth bound", "bound_ratio", lambda value: DASH if value is None else f"{value:.1f}x"),
         ("  GB/s of copy speed", lambda one: None, _bandwidth, None),
     ]
@@ -179,20 +198,14 @@ def _lines(row: Row, full: Row | None) -> list[tuple]:
     )
     for label, name, words in quality:
         if any(getattr(one, name) is not None for one in rows):
-            lines.append(line(label, name, _percent if name in ("top1_agreement", "acceptance_rate") else _number, words))
+            lines.append(line(label, name, percent if name in ("top1_agreement", "acceptance_rate") else number, words))
     return lines
 
 
 def _change(value: float | None, reference: float | None, words: tuple[str, str] | None) -> Text:
     """`1.25x slower`: the factor against full, always above 1, and what it means."""
-    if not words or not value or not reference:
-        return Text("" if not words else DASH)
-    factor = value / reference
-    if 0.98 < factor < 1.02:
-        return Text("same")
-    word = words[factor > 1]
-    style = "green" if word in ("less", "faster", "better") else "red"
-    return Text(f"{max(factor, 1 / factor):.2f}x {word}", style=style)
+    shown = change(value, reference, words) if words else ""
+    return Text(shown, style=style_of(shown))
 
 
 def _accuracy(row: Row) -> str:
@@ -223,79 +236,52 @@ def _accuracy_change(row: Row, full: Row) -> Text:
 def _predicted(row: Row) -> str:
     """Predicted bytes and how far the measured ones are from them."""
     if not row.kv_predicted_bytes or row.kv_resident_bytes is None:
-        return _bytes(row.kv_predicted_bytes)
+        return size(row.kv_predicted_bytes)
     off = (row.kv_resident_bytes / row.kv_predicted_bytes - 1) * 100
-    return f"{_bytes(row.kv_predicted_bytes)} {'exact' if off == 0 else f'{off:+.1f} %'}"
+    return f"{size(row.kv_predicted_bytes)} {'exact' if off == 0 else f'{off:+.1f} %'}"
 
 
 def _bandwidth(row: Row) -> str:
-    return f"{_number(row.achieved_gb_per_s)} of {_number(row.ceiling_gb_per_s)}"
+    return f"{number(row.achieved_gb_per_s)} of {number(row.ceiling_gb_per_s)}"
 
 
-def _footer(row: Row) -> Text:
+def _footer(row: Row, width: int) -> Text:
     versions = ", ".join(f"{name} {version}" for name, version in row.versions.items())
     where = [row.device_name, versions, f"commit {row.git_commit}" if row.git_commit else "", row.started_at]
     text = Text(", ".join(part for part in where if part) + "\n", style="dim", overflow="fold")
-    text.append(_command(row.reproduce), style="not dim")
+    text.append(_command(row.reproduce, width), style="not dim")
     return text
 
 
-def _command(command: str) -> str:
+def _command(command: str, width: int) -> str:
     """A shell command on lines that fit, continued with backslashes so that it can be pasted."""
     lines = [""]
     for word in shlex.split(command):
         word = shlex.quote(word)
-        if lines[-1] and len(lines[-1]) + len(word) + 3 > WIDTH:
+        if lines[-1] and len(lines[-1]) + len(word) + 3 > width:
             lines[-1] += " \\"
             lines.append("   ")
         lines[-1] += f" {word}" if lines[-1] else word
     return "\n".join(lines)
 
 
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return DASH
-    for unit in ("B", "KiB", "MiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} GiB"
-
-
-def _ms(value: float | None) -> str:
-    return DASH if value is None else f"{value / 1000:.2f} s" if value >= 10_000 else f"{_number(value)} ms"
-
-
-def _percent(value: float | None) -> str:
-    return DASH if value is None else f"{value * 100:.1f} %"
-
-
-def _number(value: float | None) -> str:
-    """Three significant digits, no exponent for large values."""
-    if value is None:
-        return DASH
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:#.3g}"
-
-
-def _plain(value) -> str:
-    return DASH if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def _status_style(row: Row) -> str:
     return "bold red" if row.status != "ok" else "yellow" if row.flags else "green"
 
 
-def _print(renderable, file: TextIO | None) -> None:
+def print_fitted(draw: Callable[[int], RenderableType], file: TextIO | None = None) -> None:
+    """Print draw(width) in the terminal's width, 80 columns at most and when piped; no blanks at the ends of lines."""
     file = file or sys.stdout
     # drawn into memory first: a terminal that cannot show a character, or a reader that has gone, must not cost the row
     encoding = getattr(file, "encoding", None) or "utf-8"
     drawn = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace", newline="")
     width = min(shutil.get_terminal_size().columns, WIDTH) if file.isatty() else WIDTH
     console = Console(file=drawn, force_terminal=file.isatty() or None, width=width, highlight=False, markup=False)
-    console.print(renderable, crop=False)
+    console.print(draw(width), crop=False)
     drawn.flush()
+    text = re.sub(r"[ ]+((?:\x1b\[[0-9;]*m)*)$", r"\1", drawn.buffer.getvalue().decode(encoding), flags=re.MULTILINE)
     with contextlib.suppress(BrokenPipeError):
-        file.write(drawn.buffer.getvalue().decode(encoding))
+        file.write(text)
         file.flush()
 
 

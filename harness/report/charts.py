@@ -6,9 +6,10 @@ reads them as HTML.
 
 import html
 import math
+from collections import Counter
 
 from harness.report.advice import ALL_TASKS, Candidate, View
-from harness.report.rows import Entry, matrices
+from harness.report.rows import HEAT_KEYS, Entry, matrices
 from harness.report.text import ms, number, percent, size, tokens
 
 NUM_COLOURS = 7  # --m0 ... --m6 in page.css, safe for colour-blind eyes; symbols tell the eighth from the first
@@ -22,10 +23,10 @@ SYMBOLS = (
     "pentagon",
     "hexagon",
     "x",
-    "hourglass",
-    "bowtie",
+    "triangle-left",
+    "triangle-right",
 )
-GLYPHS = ("●", "■", "◆", "▲", "▼", "✚", "⬟", "⬢", "✖", "⧗", "⧓")
+GLYPHS = ("●", "■", "◆", "▲", "▼", "✚", "⬟", "⬢", "✖", "◀", "▶")
 NUM_KINDS = 6
 INK, SOFT = "var(--ink)", "var(--soft)"
 
@@ -99,12 +100,13 @@ LETTER, LINE = 6.2 / 330, 14 / 270
 PLACES = {"top center": (-0.5, 0.9), "bottom center": (-0.5, -0.9), "middle right": (0, 0), "middle left": (-1, 0)}
 
 
-def place_labels(points: list[tuple[float, float, str]]) -> list[str | None]:
+def place_labels(points: list[tuple[float, float, str]], others: list[tuple[float, float]] = ()) -> list[str | None]:
     """Where the label of each point (x and y in 0 to 1, text) goes without covering another; None where there is no room.
 
-    Earlier points choose first; every point's own symbol is kept free.
+    Earlier points choose first; the symbols of all points, and of `others` that have no label, are kept free.
     """
-    taken = [(x - 0.012, x + 0.012, y - 0.018, y + 0.018) for x, y, _ in points]
+    symbols = [(x, y) for x, y, _ in points] + list(others)
+    taken = [(x - 0.012, x + 0.012, y - 0.018, y + 0.018) for x, y in symbols]
     chosen = []
     for x, y, label in points:
         width = len(label) * LETTER
@@ -260,7 +262,7 @@ def ledger(view: View) -> dict | None:
             "hoverinfo": "text",
         }
     )
-    y = {"type": "category", "tickfont": {"size": 11}}
+    y = {"type": "category", "tickfont": {"size": 11}, "range": [-0.7, len(shown) - 0.3]}
     legend = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "traceorder": "normal"}
     layout = {"barmode": "stack", "showlegend": True, "legend": legend, "height": 130 + 18 * len(shown), "bargap": 0.25}
     return figure(data, {"title": f"bytes held, {name}", "rangemode": "tozero"}, y, **layout)
@@ -277,8 +279,11 @@ def latency_by_sparsity(view: View, style: Style) -> dict | None:
 def latency_by_context(views: list[View], metric: str, style: Style) -> dict | None:
     """A time against the context, one line per method and knobs; views differ only in their context."""
     points = [(view.context_len, one) for view in views for one in view.candidates if one.value(metric) is not None]
+    # a method that was measured at one length makes no line
+    per_label = Counter(one.label for _, one in points)
+    points = [(length, one) for length, one in points if per_label[one.label] > 1]
     lengths = sorted({length for length, _ in points})
-    if len(lengths) < 2:
+    if not lengths:
         return None
     ticks = {"tickvals": lengths, "ticktext": [tokens(length) for length in lengths]}
     x = {
@@ -298,14 +303,15 @@ def _latency(
     bound = "bound_ms_per_step" if metric == "tpot_ms_p50" else None
     values = [one.value(name) for _, one in points for name in (metric, bound) if name and one.value(name)]
     label = {"tpot_ms_p50": "time per token, ms", "ttft_ms": "time to first token, ms"}[metric]
-    y = scale(values, label, from_zero=True)
+    y = scale(values, label)
     lines: dict[str, list[tuple[float, Candidate]]] = {}
     for x_value, one in sorted(points, key=lambda point: point[0]):
         lines.setdefault(line_of(one), []).append((x_value, one))
     # the last point of a line carries its name, the longest lines first
     order = sorted(lines, key=lambda name: (not lines[name][-1][1].is_full, -len(lines[name])))
     ends = [(place_in(x, lines[name][-1][0]), place_in(y, lines[name][-1][1].value(metric)), name) for name in order]
-    spots = dict(zip(order, place_labels(ends), strict=True))
+    inner = [(place_in(x, x_value), place_in(y, one.value(metric))) for line in lines.values() for x_value, one in line[:-1]]
+    spots = dict(zip(order, place_labels(ends, inner), strict=True))
     data = []
     for name, members in lines.items():
         colour = style.colour(members[0][1].method)
@@ -408,12 +414,16 @@ def heat_maps(name: str, calibration: dict) -> list[tuple[str, dict]]:
             else list(range(num_columns)),
             "y": list(range(len(matrix))),
             "colorscale": "Cividis",
-            "colorbar": {"title": {"text": text(title.split()[-1])}, "thickness": 12, "outlinewidth": 0},
+            "colorbar": {
+                "title": {"text": next(word for word in HEAT_KEYS if word in title.lower())},
+                "thickness": 12,
+                "outlinewidth": 0,
+            },
             "hovertemplate": "layer %{y}, %{x}<br>%{z:.3f}<extra></extra>",
         }
         if across:
             x["type"] = "category"
-        found.append((f"{name}: {title}", figure([trace], x, {"title": "layer", "autorange": "reversed"}, height=440)))
+        found.append((f"{title} ({name})", figure([trace], x, {"title": "layer", "autorange": "reversed"}, height=440)))
     return found
 
 

@@ -161,7 +161,7 @@ def _shared_charts(loaded: Loaded, style: charts.Style) -> list[tuple[str, str, 
     for name, calibration in loaded.calibrations:
         for title, figure in charts.heat_maps(name, calibration):
             caption = "How well a layer's choice of tokens serves the others: bright is good."
-            found.append((f"heat{len(found)}", f"Calibration {title}", caption, figure))
+            found.append((f"heat{len(found)}", f"Which layer can choose: {title}", caption, figure))
     return found
 
 
@@ -241,7 +241,7 @@ def _filters(rows: list) -> str:
 def _table(entries: list[Entry]) -> str:
     rows = [entry.row for entry in entries]
     used = [column for column in COLUMNS if any(column[2](row) not in (None, "") for row in rows)]
-    names = ["method", *(name for name, _, _ in used), "status and flags", "reproduce"]
+    names = ["method", "status and flags", *(name for name, _, _ in used), "reproduce"]
     head = "".join(
         f'<th scope="col"{" class=text" if name in (*TEXT_COLUMNS, "method", "status and flags") else ""}>'
         f'<button type="button" data-sort="{place}">{html.escape(name)}</button></th>'
@@ -279,7 +279,7 @@ def _line(row, label: str, used: list) -> str:
     )
     head = f'<th scope="row" class="text" data-v="{html.escape(label)}">{html.escape(label)}</th>'
     cells = "".join(cell(shown(row), value(row), name in TEXT_COLUMNS) for name, shown, value in used)
-    return f"<tr{attributes}>{head}{cells}{state}{copy}</tr>"
+    return f"<tr{attributes}>{head}{state}{cells}{copy}</tr>"
 
 
 def _glossary(rows: list) -> str:

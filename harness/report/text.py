@@ -27,7 +27,9 @@ def size(value: float | None) -> str:
 
 def ms(value: float | None) -> str:
     """Milliseconds, or seconds from ten of them on."""
-    return DASH if value is None else f"{value / 1000:.2f} s" if value >= 10_000 else f"{number(value)} ms"
+    if value is None or value < 10_000:
+        return DASH if value is None else f"{number(value)} ms"
+    return f"{value / 1000:.2f} s" if value < 1e8 else f"{value / 1000:.3g} s"
 
 
 def percent(value: float | None) -> str:
@@ -44,3 +46,20 @@ def factor(value: float, reference: float, words: tuple[str, str]) -> str:
     """`1.25x slower`: value against reference as a factor above 1 and what it means; words for (below, above)."""
     ratio = value / reference
     return f"{max(ratio, 1 / ratio):.2f}x {words[ratio > 1]}"
+
+
+LESS, TIME, RATE, LOSS = ("less", "more"), ("faster", "slower"), ("slower", "faster"), ("better", "worse")
+SAME = 0.02  # factors nearer to 1 than this are no difference
+
+
+def change(value: float | None, reference: float | None, words: tuple[str, str]) -> str:
+    """The factor against the reference in words, `same` within 2 %, a dash where either is unknown or 0."""
+    if not value or not reference:
+        return DASH
+    return "same" if abs(value / reference - 1) < SAME else factor(value, reference, words)
+
+
+def style_of(change_text: str) -> str:
+    """Green for a gain, red for a loss, nothing otherwise."""
+    word = change_text.rpartition(" ")[2]
+    return "green" if word in ("less", "faster", "better") else "red" if word in ("more", "slower", "worse") else ""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import re
 import shlex
 
 import pytest
@@ -189,6 +190,46 @@ def test_80_columns_without_colour_in_any_encoding(pair, encoding, monkeypatch):
     assert max(map(len, text.splitlines())) <= 80
     assert "\x1b" not in text
     assert all(len(line) <= 80 for line in drawn([*filter(None, pair)], printer=print_table).splitlines())
+
+
+class Terminal(io.StringIO):
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("columns, widest", [(60, 60), (80, 80), (200, 80)])
+@pytest.mark.parametrize("no_color", [True, False], ids=["NO_COLOR", "colour"])
+def test_terminal_of_any_width(columns, widest, no_color, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    for printer, arguments in ((print_card, (SPARSE, FULL)), (print_table, ([FULL, SPARSE, LONG],))):
+        screen = Terminal()
+        printer(*arguments, file=screen)
+        codes = set(re.findall(r"\x1b\[([0-9;]*)m", screen.getvalue()))
+        assert bool({"31", "32", "33", "1;31"} & codes) == (not no_color)
+        lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in screen.getvalue().splitlines()]
+        assert max(map(len, lines)) <= widest
+        assert [line for line in lines if line != line.rstrip()] == []
+        # nothing is cut off: every value is there, whatever the width
+        words = " ".join(lines)
+        for word in ("45.0 MiB", "9.0 MiB", "1000 ms", "1250 ms", "20.0 ms", "0.500"):
+            assert word in words
+
+
+@pytest.mark.parametrize(
+    "printer, arguments", [(print_card, (SPARSE, FULL)), (print_table, ([FULL, SPARSE],))], ids=["card", "table"]
+)
+def test_piped_text_has_no_blanks_at_ends(printer, arguments, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    text = drawn(*arguments, printer=printer)
+    assert "\x1b" not in text
+    assert [line for line in text.splitlines() if line != line.rstrip()] == []
+    assert max(map(len, text.splitlines())) > 60, "a pipe has no width: 80 columns"
 
 
 def test_command_can_be_pasted():
