@@ -146,11 +146,6 @@ class Method:
         """How many of these layers (None: all) are stored in which format."""
         return Counter(format for i, format in enumerate(self.formats(spec)) if layers is None or i in layers)
 
-    def need_plain(self, spec: Spec, why: str) -> None:
-        """ValueError unless K and V are stored in a floating dtype: a quantised cache is only read whole."""
-        if not all(isinstance(format, PlainFormat) for format in self.formats(spec)):
-            raise ValueError(f"kv_dtype={self.kv_dtype} is read whole, and {why}; use kv_dtype=auto")
-
     def held_bytes(self, spec: Spec, num_slots: int, layers: Collection[int] | None = None) -> dict[str, int]:
         """Bytes of `num_slots` slots in each of these layers (None: all), by ledger kind."""
         held: Counter = Counter()

@@ -32,7 +32,6 @@ class Oracle(Budgeted):
         return self.solve(spec, minimum=1, why="one token")
 
     def plan(self, spec: Spec) -> Plan:
-        self.need_plain(spec, "method=oracle reads a list of slots")
         num_read = self.num_read(spec)
         noop = num_read == spec.context_len
         logits = 0 if noop else spec.batch_size * spec.num_q_heads * (spec.context_len + spec.max_new_tokens) * LOGIT_BYTES

@@ -141,8 +141,6 @@ class SparDA(Budgeted):
         return sorted(layers)
 
     def plan(self, spec: Spec) -> Plan:
-        if self.memory_class == "reads_less":
-            self.need_plain(spec, "method.select=decode reads a list of slots")
         layers, kept = self.layers_for(spec), self.slots_within_budget(spec)
         if self.selector == "mlp" and spec.tp_size > 1:
             raise ValueError(
