@@ -50,7 +50,7 @@ def test_int8_is_the_formula(tiny_llama):
     ledger = built(tiny_llama, Int8()).ledger()
     # 200 tokens fill 7 tiles of 32, 224 tokens too: there is no headroom
     rows = 2 * LAYERS * 2 * KV_HEADS * 224
-    assert ledger.kinds == {"kv": rows * DIM, "scales": rows * 2, "index": LAYERS * KV_HEADS * 4}
+    assert ledger.kinds == {"kv": rows * DIM, "scales": rows * 2, "tables": LAYERS * KV_HEADS * 4}
 
 
 @pytest.mark.parametrize("kv_dtype", ("auto", "int8"))
