@@ -34,11 +34,7 @@ def cli(argv: list[str]) -> int:
     try:
         plan = preflight(argv)
         os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints tracebacks of its own
-        if plan is None:
-            return main() or 0
-        from harness import sweep
-
-        return sweep.start(plan, main)
+        return plan.start(main) if plan else main() or 0
     except (ConfigError, OSError, InterpolationResolutionError) as err:
         if before == "1":
             traceback.print_exc()

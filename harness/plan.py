@@ -7,6 +7,7 @@ versions or device is: runs again), impossible (with the reason), too_big (its c
 import json
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,13 @@ class Plan:
     @property
     def only(self) -> bool:
         return self.cells[0].cfg.plan == "only"
+
+    def start(self, main: Callable[[], None]) -> int:
+        """Run it through Hydra's main; the exit code."""
+        # imported late: harness.sweep imports this module
+        from harness import sweep
+
+        return sweep.start(self, main)
 
     def counts(self) -> dict:
         """Number of cells by state, and the estimated seconds of those that run; None when a cell has nothing to go by."""
