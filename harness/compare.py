@@ -99,7 +99,7 @@ def find(name: str, store: Path) -> list[Entry]:
 
 
 def pairs(ones: list[Entry], others: list[Entry]) -> list[tuple[Entry, Entry]]:
-    """Rows of the same cell; of several candidates the one with the same method and knobs, else the same budget, else the only one.
+    """Rows of the same cell; of several the one with the same method and knobs, else the same budget, else the only one.
 
     Two single rows are always a pair. ValueError with one line when nothing pairs.
     """
@@ -204,7 +204,8 @@ def block(one: Entry, other: Entry, names: tuple[str, str], siblings: list[Row],
         how = "the same samples, paired" if gap.paired else "as if the samples were not the same"
         lines.append(
             Text(
-                f"accuracy gap: {gap.points:+.1f} points, 95 % interval {gap.low:+.1f} to {gap.high:+.1f}, {gap.num_samples} samples, {how}"
+                f"accuracy gap: {gap.points:+.1f} points, 95 % interval {gap.low:+.1f} to {gap.high:+.1f}, "
+                f"{gap.num_samples} samples, {how}"
             )
         )
     if why_not:
@@ -270,7 +271,7 @@ def why(row: Row, name: str, siblings: list[Row]) -> list[str]:
     ]
     if beyond > 0:
         lines.append(
-            f"    {ms(beyond)} ({percent(beyond / row.tpot_ms_p50)}) beyond the bound: launches, small work, kernels below copy speed"
+            f"    {ms(beyond)} ({percent(beyond / row.tpot_ms_p50)}) beyond the bound: launches, small work, slow kernels"
         )
     else:
         lines.append("    at the bandwidth bound: only fewer bytes make it faster")
@@ -306,7 +307,8 @@ def overview(found: list[tuple[Entry, Entry]], labels: dict[int, str], width: in
 
 def _cell(row: Row) -> str:
     question = f" question {row.question}," if row.question else ""
-    return f"{row.model}, {row.task},{question} context {row.context_len}, batch {row.batch_size}, {row.device_name or 'unknown device'}"
+    device = row.device_name or "unknown device"
+    return f"{row.model}, {row.task},{question} context {row.context_len}, batch {row.batch_size}, {device}"
 
 
 def _accuracy(row: Row) -> str:

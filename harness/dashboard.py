@@ -12,8 +12,12 @@ import sys
 from pathlib import Path
 
 import wandb
-import wandb_workspaces.reports.v2 as wr
-import wandb_workspaces.workspaces as ws
+
+try:
+    import wandb_workspaces.reports.v2 as wr
+    import wandb_workspaces.workspaces as ws
+except ModuleNotFoundError:
+    sys.exit("error: the dashboard needs wandb-workspaces: pip install -c constraints.txt -e '.[report]'")
 
 from harness.results import write_atomic
 
@@ -74,14 +78,14 @@ def panels() -> dict[str, list]:
 def workspace(entity: str, project: str) -> ws.Workspace:
     """Every finished cell of the project, grouped by method."""
     sections = [ws.Section(name=name, panels=found, is_open=True) for name, found in panels().items()]
-    runs = ws.RunsetSettings(groupby=[ws.Config(METHOD)], filters=[ws.Summary("status") == "ok"])
+    runs = ws.RunsetSettings(groupby=[ws.Config(METHOD)], filters=ws.And(ws.Summary("status") == "ok"))
     return ws.Workspace(entity=entity, project=project, name="KVGauge", sections=sections, runset_settings=runs)
 
 
 def report(entity: str, project: str) -> wr.Report:
     """The same panels as a document, with how to read them."""
     texts = {
-        "Pareto: accuracy against cost": "Upper left is better, for tokens/s upper right; compare only cells of one model, context and batch.",
+        "Pareto: accuracy against cost": "Upper left is better, for tokens/s upper right. Filter to one model, context and batch.",
         "Memory": "Bytes held after prefill; peak and resident are different numbers.",
         "Time": "A time per token far above its bound is launches and small work, not bytes.",
         "Runs": "The run comparer shows what differs between two cells.",

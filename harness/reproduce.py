@@ -66,9 +66,9 @@ def differences(old: Row, new: Row) -> list[str]:
 def drifts(old: Row, new: Row) -> list[Drift]:
     """Every metric that either run knows, with a verdict.
 
-    Bytes of the cache must be equal. Peaks may differ by 1 %. Times are noise within 10 %, or within the spread p95 / p50 of the
-    steps where that is wider, and are not comparable on another device or when flagged. Quality is noise within two standard
-    errors where they are known, else within 1 %.
+    Bytes of the cache must be equal. Peaks may differ by 1 %, on a CPU by 10 %. Times are noise within 10 %, or within the
+    spread p95 / p50 of the steps where that is wider; on another device or when flagged they are not comparable. Quality is
+    noise within two standard errors where they are known, else within 1 %.
     """
     found = []
     for metric in (*EXACT, *PEAKS, *TIMES, *QUALITY):

@@ -86,7 +86,7 @@ def _log_samples(run, samples: list[dict]) -> None:
     run.define_metric("sample/index", hidden=True)
     for name in SAMPLE_METRICS:
         run.define_metric(f"sample/{name}", step_metric="sample/index", summary="mean")
-    run.define_metric("sample/mean_score", step_metric="sample/index", summary="last")
+    run.define_metric("sample/mean_score", step_metric="sample/index")
     total = 0.0
     for index, sample in enumerate(samples):
         step = {f"sample/{name}": sample[name] for name in SAMPLE_METRICS if isinstance(sample.get(name), int | float)}

@@ -171,12 +171,10 @@ class View:
     candidates: list[Candidate] = field(default_factory=list)
 
     @property
-    def setting(self) -> str:
-        return f"{self.model}, {tokens(self.context_len)} tokens, batch {self.batch_size}, {self.device or 'unknown device'}"
-
-    @property
-    def what(self) -> str:
-        return f"{self.task}{f', question {self.question}' if self.question else ''}"
+    def title(self) -> str:
+        question = f", question {self.question}" if self.question else ""
+        what = f"{self.task}{question}, {tokens(self.context_len)} tokens, batch {self.batch_size}"
+        return f"{self.model}: {what}, {self.device or 'unknown device'}"
 
     @property
     def full(self) -> Candidate | None:
@@ -385,7 +383,7 @@ def _diagnosis(view: View, full: Candidate, goal: Goal) -> list[str]:
         share = row.kv_read_bytes_per_step / (row.bound_ms_per_step * row.ceiling_gb_per_s * 1e6)
         if share < 0.25:
             lines.append(
-                f"Batch too small: the cache is {percent(share)} of the bytes that a step of full reads, the weights are the rest; "
+                f"Batch too small: the cache is {percent(share)} of the bytes that a step of full reads, weights are the rest; "
                 f"without any cache a step could be {1 / (1 - share):.2f}x faster at most."
             )
         if row.bound_ratio and row.bound_ratio > 3:
@@ -405,7 +403,8 @@ def _caveats(one: Candidate, goal: Goal, loss_points: float) -> list[str]:
     # no disagreement in n samples still leaves 3 / n possible, with 95 % confidence
     if gap.num_samples and 300 / gap.num_samples > loss_points and gap.low == gap.high:
         lines.append(
-            f"Caution: {gap.num_samples} samples without a difference cannot rule out a loss of {300 / gap.num_samples:.0f} points."
+            f"Caution: {gap.num_samples} samples without a difference cannot rule out a loss of "
+            f"{300 / gap.num_samples:.0f} points."
         )
     if goal.metric != "kv_resident_bytes" and "not_interleaved" in one.flags:
         lines.append("Caution: timed at another moment than full, not in turns.")
@@ -423,7 +422,7 @@ def _sole_survivors(view: View) -> tuple[str, ...]:
 
 
 def steps(view: View, goal_name: str, limit: float | None) -> list[tuple[float, Advice]]:
-    """The advice for every wanted loss: (from this many points on, advice), in rising order; the page looks its answer up here."""
+    """The advice for every wanted loss: (from this many points on, advice), in rising order; the page looks it up here."""
     losses = {0.0} | {-one.worst.low for one in view.candidates if one.worst is not None and 0 < -one.worst.low <= 100}
     # where the advice itself names a bound that a larger wanted loss would meet
     losses |= {300 / one.worst.num_samples for one in view.candidates if one.worst is not None and one.worst.num_samples}

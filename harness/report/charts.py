@@ -1,4 +1,4 @@
-"""Plotly figures as plain dicts (data and layout), drawn by page.js; colours are names of CSS variables, so that they follow the theme.
+"""Plotly figures as plain dicts (data and layout), drawn by page.js; colours name CSS variables, so that they follow the theme.
 
 One colour and symbol per method in every chart; full is always a black (in the dark white) star. Texts are escaped here: Plotly
 reads them as HTML.
@@ -262,9 +262,9 @@ def ledger(view: View) -> dict | None:
             "hoverinfo": "text",
         }
     )
-    y = {"type": "category", "tickfont": {"size": 11}, "range": [-0.7, len(shown) - 0.3]}
+    y = {"type": "category", "dtick": 1, "tickfont": {"size": 11}, "range": [-0.7, len(shown) - 0.3]}
     legend = {"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "traceorder": "normal"}
-    layout = {"barmode": "stack", "showlegend": True, "legend": legend, "height": 130 + 18 * len(shown), "bargap": 0.25}
+    layout = {"barmode": "stack", "showlegend": True, "legend": legend, "height": 190 + 18 * len(shown), "bargap": 0.25}
     return figure(data, {"title": f"bytes held, {name}", "rangemode": "tozero"}, y, **layout)
 
 

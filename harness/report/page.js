@@ -18,7 +18,7 @@ function draw(name, figure) {
   plot.hidden = !figure;
   if (!figure) return Plotly.purge(plot);
   const { data: traces, layout } = themed(figure, getComputedStyle(document.documentElement));
-  plot.style.height = (layout.height || 340) + "px";
+  plot.style.height = plot.style.minHeight = (layout.height || 340) + "px";
   // without drag a finger on a chart scrolls the page
   Plotly.react(plot, traces, { ...layout, dragmode: false, autosize: true }, { responsive: true, displayModeBar: false });
 }
@@ -61,6 +61,9 @@ function showAdvice() {
     parts.push(more);
   }
   byId("advice").replaceChildren(...parts);
+  // what was asked, for paper, where the controls are not shown
+  const chosen = (select) => select.selectedOptions[0].textContent;
+  byId("chosen").textContent = [chosen(controls.view), wanted + " points", chosen(controls.goal), chosen(controls.limit)].join("; ");
 }
 
 function copyButton(command) {

@@ -1,6 +1,6 @@
-"""The page: one HTML file with its script, style, charts and rows inside; it asks the network for nothing (and forbids itself to).
+"""The page: one HTML file with its script, style, charts and rows inside; it asks the network for nothing.
 
-Everything that comes from a row is escaped: html.escape in the markup, `<` as \\u003c in the embedded JSON, Plotly's texts in charts.
+What comes from a row is escaped: html.escape in the markup, `<` as \\u003c in the embedded JSON, charts.text in charts.
 """
 
 import html
@@ -26,7 +26,10 @@ STATUS_TEXTS = {
     "timeout": "took longer than allowed",
     "failed": "an error; its traceback lies beside the row",
 }
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'none'"
+POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; "
+    "base-uri 'none'; form-action 'none'"
+)
 # name of the chart, heading, what it shows
 VIEW_CHARTS = (
     (
@@ -39,7 +42,7 @@ VIEW_CHARTS = (
     (
         "sparsity",
         "Time per token against bytes gone",
-        "Measured median, whisker to p95; dotted: the bandwidth bound, weights and KV bytes of a step over copy speed. Dashed: full.",
+        "Measured median, whisker to p95; dotted: the bandwidth bound, a step's bytes over copy speed. Dashed: full.",
     ),
     ("context", "Time per token against context", "Measured median, whisker to p95; dotted: the bandwidth bound."),
     ("ttft_context", "Time to first token against context", "All lengths measured at this batch."),
@@ -71,22 +74,24 @@ def page(loaded: Loaded) -> str:
         f"{len({row.method for row in rows})} methods",
         "models: " + ", ".join(models),
         "devices: " + (", ".join(devices) or "unknown"),
-        f"{dates[0]} to {dates[-1]}" if dates else "",
+        " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else "",
     ]
     parts = {
         "policy": POLICY,
         "title": f"KVGauge: {', '.join(models)[:120]}",
         "summary": " · ".join(filter(None, summary)),
         "loss": f"{DEFAULT_LOSS:g}",
+        "chosen": f"{found[0].title}; {DEFAULT_LOSS:g} points; {GOALS['bytes'].text}",
     }
     limits = ["as good as possible", *(f"at most {limit:.0%} of full" for limit in LIMITS[1:])]
     markup = {
-        "views": _options(range(len(found)), [f"{view.setting} · {view.what}" for view in found]),
+        "views": _options(range(len(found)), [view.title for view in found]),
         "goals": _options(GOALS, [goal.text for goal in GOALS.values()]),
         "limits": _options(map(_limit_key, LIMITS), limits),
         "advice": _advice(advise(found[0], DEFAULT_LOSS)),
         "legend": "".join(
-            f'<li><span style="color:{style.colour(method)}" aria-hidden="true">{style.glyph(method)}</span> {html.escape(method)}</li>'
+            f'<li><span style="color:{style.colour(method)}" aria-hidden="true">{style.glyph(method)}</span> '
+            f"{html.escape(method)}</li>"
             for method in ["full", *style.methods]
         ),
         "charts": "".join(_figure(*chart) for chart in VIEW_CHARTS),
@@ -233,7 +238,8 @@ def _filters(rows: list) -> str:
             f"<option>{html.escape(str(value))}</option>" for value in sorted(values, key=lambda v: (str(type(v)), v))
         )
         made.append(
-            f'<label>{name.replace("_", " ")} <select data-filter="{name}"><option value="">all</option>{options}</select></label>'
+            f'<label>{name.replace("_", " ")} <select data-filter="{name}"><option value="">all</option>'
+            f"{options}</select></label>"
         )
     return "".join(made)
 
@@ -271,10 +277,12 @@ def _line(row, label: str, used: list) -> str:
         for flag in row.flags
     )
     error = f'<span class="error">{html.escape(row.error)}</span>' if row.error else ""
-    state = f'<td class="text state" data-v="{html.escape(row.status)}"><span class="status {"ok" if row.status == "ok" else "bad"}">{html.escape(row.status)}</span> {words}{error}</td>'
+    status, kind = html.escape(row.status), "ok" if row.status == "ok" else "bad"
+    state = f'<td class="text state" data-v="{status}"><span class="status {kind}">{status}</span> {words}{error}</td>'
     command = html.escape(row.reproduce)
     copy = (
-        f'<td class="text"><button type="button" class="copy" data-copy="{command}" aria-label="copy the command of {html.escape(label)}">copy</button>'
+        f'<td class="text"><button type="button" class="copy" data-copy="{command}" '
+        f'aria-label="copy the command of {html.escape(label)}">copy</button>'
         f"<details><summary>command</summary><code>{command}</code></details></td>"
     )
     head = f'<th scope="row" class="text" data-v="{html.escape(label)}">{html.escape(label)}</th>'

@@ -78,7 +78,7 @@ def written(folder) -> dict:
     """What the one offline run in a folder holds."""
     wandb.teardown()
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
-    found = {"run": None, "summary": [], "config": [], "exit": None}
+    found = {"run": None, "summary": [], "config": [], "exit": None, "history": [], "metric": {}}
     for record in read_offline(path):
         kind = record.WhichOneof("record_type")
         if kind == "run":
@@ -86,6 +86,10 @@ def written(folder) -> dict:
             found["config"] += record.run.config.update
         elif kind in ("summary", "config"):
             found[kind] += getattr(record, kind).update
+        elif kind == "history":
+            found["history"].append(nested(record.history.item))
+        elif kind == "metric":
+            found["metric"][record.metric.name] = record.metric
         elif kind == "exit":
             found["exit"] = record.exit.exit_code
     return found
@@ -121,6 +125,32 @@ def test_samples_are_a_table(cell, row, tmp_path):
     table = json.loads(path.read_text())
     assert table["columns"] == ["id", "score", "output", "meta", "keys"]
     assert table["data"] == [["a", 1, "42\n", '{"depth": 0.5}', None], ["b", 0.5, None, None, "[1, 2]"]]
+
+
+def test_samples_are_curves_with_their_means(cell, row, tmp_path):
+    tracking.log_run(cell, row, SAMPLES, tmp_path, CONF_WANDB)
+    found = written(tmp_path)
+    steps = [step for step in found["history"] if "sample/index" in step]
+    assert [(step["sample/index"], step["sample/score"], step["sample/mean_score"]) for step in steps] == [
+        (0, 1, 1),
+        (1, 0.5, 0.75),
+    ]
+    summary = nested(found["summary"])
+    assert summary["sample/score"] == {"mean": 0.75}
+    assert summary["sample/mean_score"] == 0.75
+    assert found["metric"]["sample/index"].options.hidden
+    assert found["metric"]["sample/score"].step_metric == "sample/index"
+
+
+def test_ledger_is_a_native_bar_chart(cell, row, tmp_path):
+    tracking.log_run(cell, row, [], tmp_path, CONF_WANDB)
+    wandb.teardown()
+    (path,) = tmp_path.glob("wandb/offline-run-*/files/media/table/kv_ledger_chart_table_*.table.json")
+    table = json.loads(path.read_text())
+    assert table["columns"] == ["kind", "bytes"]
+    assert table["data"] == [["kv", 2**40], ["positions", 3]]
+    config = written(tmp_path)["config"]
+    assert "wandb/bar/v0" in json.dumps(nested(config))
 
 
 def test_failed_cell_closes_its_run(cell, row, tmp_path, monkeypatch, capfd):
