@@ -18,8 +18,8 @@ import typing
 from pathlib import Path
 
 from harness.nearest import did_you_mean
-from harness.report.card import _bytes as show_bytes
 from harness.report.card import print_card
+from harness.report.text import size as show_bytes
 from harness.results import Row
 
 COLUMNS = ("config_hash", "status", "method", "model", "task", "context_len", "batch_size", "sparsity")

@@ -54,7 +54,7 @@ def test_name_is_that_of_the_module(composed):
 
 # what is typed, and the words that the one line must have
 MISTAKES = [
-    ("method=windw", "unknown method 'windw': did you mean window? Valid: full, "),
+    ("method=windw", "unknown method 'windw': did you mean window? Valid: "),
     ("method=h20", "unknown method 'h20'"),
     ("method=null", "unknown method 'null'"),
     ("method=", "unknown method ''"),

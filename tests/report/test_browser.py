@@ -168,7 +168,8 @@ def test_copies_the_command(tab, loaded):
 def test_every_control_has_a_name_and_takes_focus(tab):
     names = tab.page.evaluate(
         """[...document.querySelectorAll("select, input, button")].map((node) => [
-            (node.labels?.[0]?.textContent ?? "") + node.textContent + (node.getAttribute("aria-label") ?? ""), node.tabIndex])"""
+            (node.labels?.[0]?.textContent ?? "") + node.textContent + (node.getAttribute("aria-label") ?? ""),
+            node.tabIndex])"""
     )
     assert len(names) > 20
     assert [node for node in names if not node[0].strip() or node[1] < 0] == []
