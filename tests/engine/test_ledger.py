@@ -75,7 +75,8 @@ def test_kv_budget_is_a_share_of_the_bf16_cache(tiny_llama, name):
     for kv_dtype in ("auto", "int8"):
         engine = built(tiny_llama, BUDGETED[name](kv_budget=0.3, kv_dtype=kv_dtype))
         budget = 0.3 * 2 * LAYERS * 2 * KV_HEADS * 200 * DIM * 2
-        assert 0.8 * budget < engine.ledger().resident_bytes <= budget + 1e-6
+        # 8 bit comes in tiles of 32 slots
+        assert (0.75 if kv_dtype == "int8" else 0.9) * budget < engine.ledger().resident_bytes <= budget + 1e-6
 
 
 @pytest.mark.parametrize("name", ("window", "streaming_llm", "h2o"))

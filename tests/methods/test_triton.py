@@ -12,7 +12,7 @@ from methods.snapkv import SnapKV
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHODS = {
     "h2o": lambda: H2O(sparsity=0.7),
-    "h2o_mean_int8": lambda: H2O(sparsity=0.3, score="mean", kv_dtype="int8"),
+    "h2o_mean": lambda: H2O(sparsity=0.6, score="mean"),
     "snapkv": lambda: SnapKV(sparsity=0.6, window=4),
     "random": lambda: Random(sparsity=0.6, window=4),
     "oracle": lambda: Oracle(sparsity=0.7),
