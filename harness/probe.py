@@ -1,7 +1,6 @@
 """Look into every layer of a dense forward: what calibration and training of heads measure with."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -28,8 +27,8 @@ class Probe:
 def look_into(model: nn.Module, input_ids: Tensor, scale: float, look: Look) -> Tensor:
     """Dense forward of input_ids [T] that calls `look` in every layer; logits [1, V] of the last token."""
     probes = [Probe(i, scale, look) for i in range(model.config.get_text_config().num_hidden_layers)]
-    cache = hf.make_cache(SimpleNamespace(layers=probes), hf.Phase(seq=0))
+    cache = hf.make_cache(probes, hf.Phase(seq=0))
     device = next(model.parameters()).device
     positions = torch.arange(len(input_ids), device=device)[None]
     with hf.kv_attention(model):
-        return hf.forward(model, input_ids.to(device)[None], positions, cache)
+        return hf.forward(model, input_ids.to(device)[None], positions, cache)[:, -1]
