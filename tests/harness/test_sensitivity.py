@@ -132,6 +132,7 @@ def test_mixed_bits_in_the_engine(model, prompts, tmp_path):
         engine.score(forced)
     error = {name: (torch.stack(own) - torch.stack(outs["full"])).norm() for name, own in outs.items()}
     assert 0 < error["planted"] < 0.6 * error["other"]
+    del layer.decode  # the ledger would find what it keeps
     engine.decode(86)  # over the end of a block
     assert engine.finite()
     path = tmp_path / "planted.json"
