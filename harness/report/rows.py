@@ -74,9 +74,9 @@ def _files(path: Path) -> list[Path]:
 def _read(file: Path, loaded: Loaded) -> None:
     try:
         text = file.read_text()
-        objects = (
-            [json.loads(line) for line in text.splitlines() if line.strip()] if file.suffix == ".jsonl" else [json.loads(text)]
-        )
+        lines = text.splitlines() if file.suffix == ".jsonl" else [text]
+        # NaN and infinity are no JSON: unknown
+        objects = [json.loads(line, parse_constant=lambda _: None) for line in lines if line.strip()]
     except (OSError, ValueError) as err:
         loaded.notes.append(f"{file.name} cannot be read: {' '.join(str(err).split())}")
         return
