@@ -19,7 +19,7 @@ from rich.text import Text
 
 from harness.report.advice import Gap, accuracy_gap
 from harness.report.card import print_fitted
-from harness.report.rows import Entry, cell_key, config_labels, load, settings_of
+from harness.report.rows import Entry, cell_key, config_labels, in_turns, load, on_busy_cpu, settings_of
 from harness.report.text import (
     DASH,
     LESS,
@@ -154,6 +154,8 @@ def obstacles(one: Row, other: Row) -> list[str]:
         if one.versions.get(name) != other.versions.get(name)
     ]
     found += _apart(one, other, ("code_hash",))
+    if on_busy_cpu(one, other):
+        found.append("timed on a CPU in different runs, another load decides")
     for flag in ("short_decode", "noisy"):
         found += [f"{row.method} is {flag}" for row in (one, other) if flag in row.flags]
     return found
@@ -191,7 +193,7 @@ def block(one: Entry, other: Entry, names: tuple[str, str], siblings: list[Row],
             continue
         verdict = change(*values, words) if words else ""
         if words in (TIME, RATE) and None not in values and verdict != DASH:
-            near = abs(values[0] / values[1] - 1) < APART
+            near = abs(values[0] / values[1] - 1) < APART and not in_turns(left, right)
             verdict = "not comparable" if why_not else "same" if near else verdict
         numbers.add_row(Text(label), *(Text(shown(value)) for value in values), Text(verdict, style=style_of(verdict)))
     gap = accuracy_gap(one, other)
@@ -211,7 +213,8 @@ def block(one: Entry, other: Entry, names: tuple[str, str], siblings: list[Row],
     if why_not:
         lines.append(Text(f"times are not comparable: {'; '.join(why_not)}", style="yellow"))
     else:
-        lines.append(Text(f"times come from different runs: differences under {APART:.0%} are called same"))
+        how = "in turns" if in_turns(left, right) else f"in different runs: differences under {APART:.0%} are called same"
+        lines.append(Text(f"times were taken {how}"))
         lines += [Text(), Text("from where on the first pays", style="bold"), *map(Text, _pays(left, right, names))]
     lines += [Text(), Text("why", style="bold")]
     for row, name in zip((left, right), names, strict=True):
@@ -287,22 +290,28 @@ def why(row: Row, name: str, siblings: list[Row]) -> list[str]:
 
 
 def overview(found: list[tuple[Entry, Entry]], labels: dict[int, str], width: int) -> RenderableType:
-    """One line per pair: factors of the first against the second."""
-    lines = Table(box=SIMPLE_HEAD, width=width, padding=(0, 1), pad_edge=False)
-    lines.add_column("pair and cell", overflow="fold")
-    for name in ("KV held", "TTFT", "TPOT", "accuracy"):
-        lines.add_column(name, justify="right")
-    for one, other in found:
-        timed = not obstacles(one.row, other.row)
-        cells = [change(one.row.kv_resident_bytes, other.row.kv_resident_bytes, LESS)]
-        cells += [
-            change(getattr(one.row, name), getattr(other.row, name), TIME) if timed else DASH
-            for name in ("ttft_ms", "tpot_ms_p50")
-        ]
-        cells.append(accuracy_words(accuracy_gap(one, other)))
-        name = f"{labels[id(one)]} against {labels[id(other)]}\n  {_cell(one.row)}"
-        lines.add_row(Text(name), *(Text(cell, style=style_of(cell)) for cell in cells))
-    return lines
+    """One line per pair below its cell: factors of the first against the second."""
+    parts: list[RenderableType] = []
+    cells: dict[str, list[tuple[Entry, Entry]]] = {}
+    for pair in found:
+        cells.setdefault(_cell(pair[0].row), []).append(pair)
+    for cell, members in cells.items():
+        lines = Table(box=SIMPLE_HEAD, width=width, padding=(0, 1), pad_edge=False)
+        lines.add_column("first against second", overflow="fold", ratio=1)
+        for name in ("KV held", "TTFT", "TPOT", "accuracy"):
+            lines.add_column(name, justify="right")
+        for one, other in members:
+            timed = not obstacles(one.row, other.row)
+            shown = [change(one.row.kv_resident_bytes, other.row.kv_resident_bytes, LESS)]
+            shown += [
+                change(getattr(one.row, name), getattr(other.row, name), TIME) if timed else DASH
+                for name in ("ttft_ms", "tpot_ms_p50")
+            ]
+            shown.append(accuracy_words(accuracy_gap(one, other)).replace(" points", ""))
+            name = f"{labels[id(one)]} against {labels[id(other)]}"
+            lines.add_row(Text(name), *(Text(text, style=style_of(text)) for text in shown))
+        parts += [Text(cell, style="bold"), lines]
+    return Group(*parts)
 
 
 def _cell(row: Row) -> str:
@@ -341,7 +350,7 @@ def main(argv: list[str] | None = None) -> int:
         siblings += [entry.row for entry in load([args.rows]).entries]
     if len(found) > MAX_BLOCKS and not args.all:
         print_fitted(lambda width: overview(found, labels, width))
-        print(f"{len(found)} pairs; --all shows each with its reasons")
+        print(f"{len(found)} pairs; accuracy in points of 100; --all shows each pair with its reasons")
         return 0
     for one, other in found:
         names = labels[id(one)], labels[id(other)]

@@ -85,7 +85,7 @@ def workspace(entity: str, project: str) -> ws.Workspace:
 def report(entity: str, project: str) -> wr.Report:
     """The same panels as a document, with how to read them."""
     texts = {
-        "Pareto: accuracy against cost": "Upper left is better, for tokens/s upper right. Filter to one model and shape.",
+        "Pareto: accuracy against cost": "Upper left is better, for tokens/s upper right. Filter to one model and context.",
         "Memory": "Bytes held after prefill; peak and resident are different numbers.",
         "Time": "A time per token far above its bound is launches and small work, not bytes.",
         "Runs": "The run comparer shows what differs between two cells.",

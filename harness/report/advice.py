@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import hypot
 
-from harness.report.rows import Entry, config_labels, full_command, is_full, overrides_of, settings_of
+from harness.report.rows import Entry, config_labels, full_command, is_full, on_busy_cpu, overrides_of, settings_of
 from harness.report.text import factor, ms, number, percent, size, tokens
 
 SHORT_CONTEXT, LONG_CONTEXT = 4096, 16384  # below: does not pay; from here on: suits redundant text
@@ -306,6 +306,8 @@ def _refusal(one: Candidate, goal: Goal, loss_points: float, limit: float | None
     for flag in goal.barring_flags:
         if flag in one.flags or flag in one.full.flags:
             return f"{flag}, its times are no measurement" if flag in one.flags else f"full is {flag}, times cannot be compared"
+    if goal.metric != "kv_resident_bytes" and on_busy_cpu(one.row, one.full.row):
+        return "timed on a CPU, not in turns with full: another load decides"
     gap = one.worst
     if gap is None:
         return "the accuracy gap to full has no interval (too few samples)"

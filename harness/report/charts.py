@@ -330,6 +330,9 @@ def _latency(
                 }
             )
         trace = _points(xs, [one.value(metric) for one in ones], ones, {}, style)
+        # hollow too where the time itself is no sound measurement
+        shaky = [bool(one.barred or {"noisy", "short_decode"} & {*one.flags}) for one in ones]
+        trace["marker"]["symbol"] = [style.symbol(ones[0].method) + "-open" * hollow for hollow in shaky]
         trace |= {"mode": "lines+markers+text", "line": {"color": colour, "width": 2}}
         if spots[name]:
             trace["text"][-1], trace["textposition"] = text(name), spots[name]

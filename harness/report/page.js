@@ -20,7 +20,7 @@ function draw(name, figure) {
   const { data: traces, layout } = themed(figure, getComputedStyle(document.documentElement));
   plot.style.height = plot.style.minHeight = (layout.height || 340) + "px";
   // without drag a finger on a chart scrolls the page
-  Plotly.react(plot, traces, { ...layout, dragmode: false, autosize: true }, { responsive: true, displayModeBar: false });
+  Plotly.newPlot(plot, traces, { ...layout, dragmode: false, autosize: true }, { responsive: true, displayModeBar: false });
 }
 
 function drawAll() {

@@ -42,7 +42,8 @@ VIEW_CHARTS = (
     (
         "sparsity",
         "Time per token against bytes gone",
-        "Measured median, whisker to p95; dotted: the bandwidth bound, a step's bytes over copy speed. Dashed: full.",
+        "Measured median, whisker to p95; dotted: the bandwidth bound, a step's bytes over copy speed. Dashed: full. "
+        "Hollow: noisy, short_decode or barred.",
     ),
     ("context", "Time per token against context", "Measured median, whisker to p95; dotted: the bandwidth bound."),
     ("ttft_context", "Time to first token against context", "All lengths measured at this batch."),

@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from harness.results import Row
@@ -73,9 +74,9 @@ def _files(path: Path) -> list[Path]:
 def _read(file: Path, loaded: Loaded) -> None:
     try:
         text = file.read_text()
-        objects = (
-            [json.loads(line) for line in text.splitlines() if line.strip()] if file.suffix == ".jsonl" else [json.loads(text)]
-        )
+        lines = text.splitlines() if file.suffix == ".jsonl" else [text]
+        # NaN and infinity are no JSON: unknown
+        objects = [json.loads(line, parse_constant=lambda _: None) for line in lines if line.strip()]
     except (OSError, ValueError) as err:
         loaded.notes.append(f"{file.name} cannot be read: {' '.join(str(err).split())}")
         return
@@ -237,9 +238,17 @@ def cell_key(row: Row) -> tuple:
     return (row.model, row.task, row.question, row.context_len, row.batch_size, row.seed, row.device_name)
 
 
-def differing(one: Row, other: Row, names: Iterable[str]) -> list[str]:
-    return [
-        f"{name} {getattr(one, name)} and {getattr(other, name)}"
-        for name in names
-        if getattr(one, name) != getattr(other, name)
-    ]
+def in_turns(one: Row, other: Row) -> bool:
+    """Whether two rows come from one run that timed them in turns: both start with it, and neither says otherwise."""
+    if "not_interleaved" in (*one.flags, *other.flags) or not (one.started_at and other.started_at):
+        return False
+    try:
+        apart = datetime.fromisoformat(one.started_at) - datetime.fromisoformat(other.started_at)
+    except (ValueError, TypeError):
+        return False
+    return abs(apart) < timedelta(seconds=5)
+
+
+def on_busy_cpu(one: Row, other: Row) -> bool:
+    """Whether another load may have set the difference between two times: on a CPU, unless they were timed in turns."""
+    return not ("cuda" in one.versions and "cuda" in other.versions) and not in_turns(one, other)

@@ -36,7 +36,9 @@ def test_table_and_exit_code(monkeypatch, capsys):
         ["faulty", "fail", "seen", "something"],
         ["spared", "not", "applicable", "no", "reason"],
     ]
-    assert lines[4].startswith("crash") and lines[4].endswith(": two lines") and "RuntimeError at test_conform_cli.py:" in lines[4]
+    assert (
+        lines[4].startswith("crash") and lines[4].endswith(": two lines") and "RuntimeError at test_conform_cli.py:" in lines[4]
+    )
     assert lines[5] == "1 pass, 2 fail, 1 not applicable"
 
 

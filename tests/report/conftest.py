@@ -59,7 +59,7 @@ def make_row(method: str = "full", sparsity: float | None = None, **fields) -> R
         "accuracy_stderr": 0.004,
         "num_samples": 400,
         "device_name": "NVIDIA H200",
-        "versions": {"python": "3.12.3", "torch": "2.11.0"},
+        "versions": {"python": "3.12.3", "torch": "2.11.0", "cuda": "13.0"},
         "code_hash": "aaaaaaaaaaaa",
         "started_at": "2026-12-01T03:00:00+00:00",
         "reproduce": f"python run.py method={method}{budget} shape.context_len={context_len} shape.batch_size={batch_size}",

@@ -54,6 +54,14 @@ def test_times_that_are_no_measurement_decide_nothing(flag, side):
     assert advise(view, goal_name="bytes").verdict == "use"
 
 
+@pytest.mark.parametrize("flags", [[], ["not_interleaved"]], ids=["in turns", "apart"])
+def test_on_a_cpu_only_times_taken_in_turns_decide(flags):
+    cpu = {"versions": {"torch": "2.13.0"}, "batch_size": 64}
+    view = view_of(full(**cpu), good(**cpu, flags=flags))
+    assert advise(view, goal_name="tpot").verdict == ("keep" if flags else "use")
+    assert advise(view, goal_name="bytes").verdict == "use"
+
+
 @pytest.mark.parametrize(
     "accuracy, stderr, wanted, verdict",
     [

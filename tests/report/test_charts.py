@@ -74,6 +74,14 @@ def test_barred_rows_are_hollow_and_not_on_the_front():
     assert symbols["full"] == ["star"]
 
 
+def test_times_that_are_no_measurement_are_hollow():
+    noisy = make_row("window", 0.5, flags=["noisy"])
+    view = views([Entry(row) for row in (make_row(), noisy, make_row("window", 0.8))])[0]
+    data = charts.latency_by_sparsity(view, charts.Style(["window"]))["data"]
+    symbols = {trace["name"]: trace["marker"]["symbol"] for trace in data if "name" in trace}
+    assert symbols == {"full": ["star"], "window": ["circle-open", "circle"]}
+
+
 def test_one_colour_and_symbol_per_method():
     style = charts.Style([*METHODS, "full"])
     looks = [(style.colour(method), style.symbol(method)) for method in METHODS]

@@ -96,7 +96,7 @@ def test_two_methods_from_the_store(tmp_path, capsys):
     "fields, why",
     [
         ({"device_name": "another GPU"}, "device_name NVIDIA H200 and another GPU"),
-        ({"versions": {"python": "3.12.3", "torch": "2.13.0"}}, "torch 2.11.0 and 2.13.0"),
+        ({"versions": {"python": "3.12.3", "torch": "2.13.0", "cuda": "13.0"}}, "torch 2.11.0 and 2.13.0"),
         ({"code_hash": "b" * 12}, "code_hash"),
         ({"flags": ["noisy"]}, "full is noisy"),
         ({"decode_impl": "eager"}, "decode_impl graph and eager"),
@@ -112,6 +112,23 @@ def test_times_that_cannot_be_compared_have_no_verdict(tmp_path, capsys, fields,
     assert "5.00x less" in words, "bytes compare anywhere"
 
 
+CPU = {"versions": {"python": "3.11", "torch": "2.13.0"}, "device_name": "a CPU"}
+
+
+@pytest.mark.parametrize(
+    "fields, seconds, in_turns",
+    [({}, "00.2", True), ({}, "30", False), ({"flags": ["not_interleaved"]}, "00", False)],
+    ids=["in turns", "later", "flagged"],
+)
+def test_a_cpu_gives_verdicts_only_in_turns(tmp_path, capsys, fields, seconds, in_turns):
+    row = slow(0, **CPU, **fields, started_at=f"2026-12-01T03:00:{seconds}+00:00")
+    folders = [write_rows(tmp_path / "a", [row]), write_rows(tmp_path / "b", [make_row(**CPU)])]
+    _, out, _ = run(capsys, *folders, "--rows", tmp_path / "none")
+    assert ("faster" in out) == in_turns
+    assert ("times were taken in turns" in out) == in_turns
+    assert ("timed on a CPU in different runs" in " ".join(out.split())) == (not in_turns)
+
+
 def test_another_cell_is_named(tmp_path, capsys):
     folders = [write_rows(tmp_path / "a", [slow(0)]), write_rows(tmp_path / "b", [make_row(context_len=4096)])]
     _, out, _ = run(capsys, *folders, "--rows", tmp_path / "none")
@@ -124,7 +141,7 @@ def test_many_pairs_are_one_line_each(tmp_path, capsys):
         tmp_path, [make_row(context_len=length) for length in lengths] + [slow(0, context_len=length) for length in lengths]
     )
     code, out, _ = run(capsys, "sparda", "full", "--rows", store)
-    assert code == 0 and "4 pairs; --all shows each" in out
+    assert code == 0 and "4 pairs; accuracy in points" in out
     _, out, _ = run(capsys, "sparda", "full", "--rows", store, "--all")
     assert out.count("from where on the first pays") == 4
 

@@ -53,6 +53,12 @@ def test_a_row_of_another_version_is_read():
     assert row_of(values) == dataclasses.replace(make_row(), knobs={})
 
 
+def test_a_value_that_is_no_number_is_unknown(tmp_path):
+    text = make_row(ttft_ms=123.5).to_json().replace("123.5", "NaN")
+    (tmp_path / "row.json").write_text(text)
+    assert load([tmp_path]).entries[0].row.ttft_ms is None
+
+
 @pytest.mark.parametrize("name, words", [("nowhere", "does not exist"), ("", "no rows in")], ids=["missing", "empty"])
 def test_nothing_to_read_is_one_line(tmp_path, name, words):
     with pytest.raises(ValueError, match=words) as err:
