@@ -12,6 +12,7 @@ from harness.calibrate import BLOCK, Seen, attention_to, block_shares, choose_la
 from harness.cell import run_cell
 from harness.config import compose_cells
 from harness.models import ByteTokenizer, Loaded
+from harness.trainers import sparda as trainer
 from methods.scoring import SelectorMLP
 from methods.sparda import SparDA
 from tasks.base import Sample
@@ -250,7 +251,6 @@ def test_training_teaches_the_selector(monkeypatch):
     model = planted({1})
     spec = hf.make_spec(model, batch_size=1, context_len=150, max_new_tokens=1, impl="reference")
     method = SparDA(predict_layers=[1], window=8, pool=1)
-    method.predictors = [1]
 
     def lesson(method, loaded, spec, sample):
         generator = torch.Generator().manual_seed(sample)
@@ -259,11 +259,11 @@ def test_training_teaches_the_selector(monkeypatch):
         mass[0, 0, places[:60]], mass[0, 1, places[60:64]] = 0.02, 0.005
         need = torch.zeros(150)
         need[places[60:64]] = 0.25
-        return train_heads.Lesson(mass, need)
+        return trainer.Lesson(mass, need)
 
-    monkeypatch.setattr(train_heads, "sparda_lesson", lesson)
-    _, summary, mlp = train_heads.train_sparda(method, None, [(spec, i) for i in range(16)], steps=150)
-    assert summary["recall_pool"]["0.7"] == 0 and summary["recall_mlp"]["0.7"] > 0.95
+    monkeypatch.setattr(trainer, "sparda_lesson", lesson)
+    _, summary, mlp = trainer.train_sparda(method, None, [(spec, i) for i in range(16)], steps=150)
+    assert summary["untrained"]["sparsity 0.7"] == 0 and summary["trained"]["sparsity 0.7"] > 0.95
     assert mlp is not None and summary["samples"] == 16
 
 
@@ -284,9 +284,9 @@ def test_a_trained_file_is_found_by_the_method(loaded, capsys, monkeypatch):
     monkeypatch.setattr(train_heads, "TRAINERS", {"sparda": lambda method, *rest: ("sparda_mlp.safetensors", *trained(method))})
 
     def trained(method):
-        mlp = SelectorMLP(1, 1, method.pool)
+        method.predictors, mlp = [1], SelectorMLP(1, 1, method.pool)
         torch.nn.init.normal_(mlp.last.weight)
-        return {"recall_pool": {}, "recall_mlp": {}, "facts": method.selector_facts()}, mlp
+        return {"measure": "recall", "untrained": {}, "trained": {}, "facts": method.selector_facts()}, mlp
 
     assert train_heads.main(words("task.haystack=text", "method.predict_layers=[1]")) == 0
     file = json.loads(capsys.readouterr().out.splitlines()[-1])["file"]

@@ -1,0 +1,1 @@
+"""One file per method with a part to train; harness.train_heads calls them."""
