@@ -7,8 +7,9 @@
 Full attention over every sample and its true answer. A prompt key is needed when some head of a deep layer (the second half)
 gives it at least NEEDED of its attention at some token of the answer; sinks and the recent window are kept anyway and do not
 count. For each layer: recall, the share of that attention which falls on what the layer's own top-k would keep, per haystack,
-context length and sparsity; the share of needed tokens kept; the IoU of its top-k with the deep layers' top-k; and which share
-of 128-blocks holds 95 % and 99 % of the attention mass (the rest could be skipped).
+context length and sparsity; the share of needed tokens kept; the IoU of its top-k with the deep layers' top-k; which share
+of 128-blocks holds 95 % and 99 % of the attention mass (the rest could be skipped); and per KV head the error of the output at
+4 bits (kv_sensitivity; `python -m harness.sensitivity` turns it into bits under a budget).
 
 predict_layers: the layer of best mean recall over all of that, and a second one if it adds at least GAIN; among layers that
 come within GAIN of the best the shallowest, because layers up to the deepest predictor wait dense. Several values of
@@ -35,12 +36,15 @@ from harness.cell import git_commit, versions
 from harness.config import ConfigError, choice_of, compose_cells, model_name
 from harness.probe import look_into
 from harness.results import write_atomic
+from harness.sensitivity import output_error
 from kernels.check import choose
 from kernels.column_sums import column_sums
 from kernels.select import select
 from methods.base import Spec
 from methods.calibration import shape_of
 from methods.scoring import fused_scores
+from methods.slots import BLOCK as KV_BLOCK
+from methods.slots import GROUPS
 from methods.sparda import SparDA
 from tasks.base import Sample
 
@@ -62,12 +66,16 @@ CRITERION = (
 
 @dataclass
 class Seen:
-    """One sample in every layer, T prompt keys: scores as sparda pools them [L, T], need [L, T], shares of blocks [L, 2]."""
+    """One sample in every layer, T prompt keys: scores as sparda pools them [L, T], need [L, T], shares of blocks [L, 2].
+
+    errors: of each KV head's output at 4 bits (harness.sensitivity), [L, Hkv]; None where T holds no sealed block.
+    """
 
     mass: Tensor
     scores: Tensor
     need: Tensor
     blocks: Tensor
+    errors: Tensor | None
     answer: tuple[int, int] | None  # first and one past the last prompt token of the answer
 
 
@@ -75,7 +83,9 @@ def observe(model: nn.Module, spec: Spec, knobs: SparDA, prompt: list[int], rest
     """Dense forward over a prompt and the tokens that truly follow it; what each layer's attention says."""
     length = len(prompt)
     queries = length if knobs.observe == "all" else min(knobs.observe, length)
-    mass, scores, need, blocks = [], [], [], []
+    # int4 seals blocks in groups that some head widths lack
+    sealed = length >= 2 * KV_BLOCK and spec.head_dim % GROUPS[-1] == 0
+    mass, scores, need, blocks, errors = [], [], [], [], []
 
     def look(layer_idx: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         before = q[:, :, :length], k[:, :, :length]
@@ -84,9 +94,12 @@ def observe(model: nn.Module, spec: Spec, knobs: SparDA, prompt: list[int], rest
         scores.append(fused_scores(own[None], knobs.head_reduce, knobs.fuse, knobs.pool, knobs.segment).cpu())
         need.append(attention_to(q[0, :, length:], k[0], spec.scale)[..., :length].amax((0, 1)).cpu())
         blocks.append(block_shares(*(x[0] for x in before), spec.scale))
+        if sealed:
+            errors.append(output_error(*before, v[:, :, :length], spec.scale, spec.impl).cpu())
 
     look_into(model, torch.tensor(prompt + rest), spec.scale, look)
-    return Seen(torch.stack(mass), torch.stack(scores), torch.stack(need), torch.tensor(blocks), None)
+    errors = torch.stack(errors) if sealed else None
+    return Seen(torch.stack(mass), torch.stack(scores), torch.stack(need), torch.tensor(blocks), errors, None)
 
 
 def attention_to(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -346,7 +359,7 @@ def calibrate(overrides: list[str]) -> dict:
         },
         "deep_layers": deep_layers(spec.num_layers),
         "runs": runs,
-        "kv_sensitivity": None,
+        "kv_sensitivity": sensitivity([seen for group in groups.values() for seen in group]),
         "versions": versions(),
         "git_commit": git_commit(),
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -366,6 +379,12 @@ def calibrate(overrides: list[str]) -> dict:
         "predict_layers": layers,
         "recall": steps[-1]["recall"],
     }
+
+
+def sensitivity(samples: list[Seen]) -> list[list[float]] | None:
+    """Mean relative error of each KV head's output at 4 bits, [L][Hkv]; None where no sample is long enough."""
+    errors = [seen.errors for seen in samples if seen.errors is not None]
+    return [[round(error, 5) for error in layer] for layer in torch.stack(errors).mean(0).tolist()] if errors else None
 
 
 def keep_other_parts(found: dict, old: Path) -> dict:

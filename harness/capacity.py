@@ -126,7 +126,7 @@ class Search:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.capacity", description=__doc__.partition("\n")[0])
-    parser.add_argument("--limit-bytes", type=int)
+    parser.add_argument("--limit-bytes", type=lambda text: int(float(text)), help="such as 200e6")
     parser.add_argument("--of", choices=STEP, default="batch", help="what grows: the batch, or the context at a batch")
     args, overrides = parser.parse_known_args(argv)
     try:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from harness import assets, calibrate, hf, models, train_heads
+from harness import assets, calibrate, hf, models, sensitivity, train_heads
 from harness.calibrate import BLOCK, Seen, attention_to, block_shares, choose_layers, fingerprint, iou, kept_by, recall
 from harness.cell import run_cell
 from harness.config import compose_cells
@@ -116,7 +116,7 @@ def test_two_layers_where_none_sees_all():
     for kind in range(4):
         scores, need = torch.rand(6, 100) * 0.01, torch.zeros(6, 100)
         scores[1 + kind % 2, 50], need[4, 50] = 1.0, 0.9
-        samples.append(Seen(scores, scores, need, torch.zeros(6, 2), None))
+        samples.append(Seen(scores, scores, need, torch.zeros(6, 2), None, None))
     steps = choose_layers([samples[:2], samples[2:]], KNOBS)
     assert steps[-1]["layers"] == [1, 2] and steps[-1]["recall"] == 1
     assert len(choose_layers([samples[::2]], KNOBS)) == 1, "a second layer that adds nothing is not taken"
@@ -132,7 +132,7 @@ def test_nothing_needed_is_one_line(loaded, capsys):
 def test_recall_and_iou_are_loops():
     generator = torch.Generator().manual_seed(3)
     scores, need = torch.rand(4, 60, generator=generator), torch.rand(4, 60, generator=generator) * 0.12
-    seen = Seen(scores, scores, need, torch.zeros(4, 2), None)
+    seen = Seen(scores, scores, need, torch.zeros(4, 2), None, None)
     deep = [max(need[layer, j] for layer in (2, 3)) for j in range(60)]
     wanted = {j: float(x) for j, x in enumerate(deep) if x >= 0.1 and 2 <= j < 52}
     assert 5 < len(wanted) < 45
@@ -169,6 +169,17 @@ def test_observe_is_hugging_faces_attention(tiny_llama):
         pooled = torch.stack([last[max(0, j - 1) : j + 2].max() for j in range(64)])
         assert torch.allclose(seen.scores[layer], pooled, atol=1e-5)
         assert torch.allclose(seen.need[layer], weights[layer][0, :, 64:, :64].amax((0, 1)), atol=1e-5)
+
+
+def test_errors_are_those_of_sensitivity(tiny_llama):
+    model, ids = tiny_llama(num_hidden_layers=3), torch.randint(0, 512, (263,)).tolist()
+    spec = hf.make_spec(model, batch_size=1, context_len=260, max_new_tokens=1, impl="reference")
+    long, short = (calibrate.observe(model, spec, SparDA(predict_layers=[0]), ids[:n], ids[n:]) for n in (260, 255))
+    assert short.errors is None, "255 tokens hold no sealed and no newest block"
+    expected = sensitivity.measure(model, [ids[:260]])
+    assert expected.min() > 0 and torch.allclose(long.errors, expected, rtol=1e-3)
+    assert calibrate.sensitivity([long, short]) == [[round(x, 5) for x in layer] for layer in long.errors.tolist()]
+    assert calibrate.sensitivity([short]) is None
 
 
 @pytest.mark.parametrize("length", (100, 128, 300), ids=lambda n: f"T{n}")
