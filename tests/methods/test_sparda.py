@@ -57,6 +57,7 @@ class Simulation:
         self.keys = [[] for _ in range(LAYERS)]
         self.values = [[] for _ in range(LAYERS)]
         self.predictors = sorted(self.knobs.predict_layers)
+        self.margin = math.inf  # smallest relative difference between the last score that stays and the first that goes
 
     def token(self, token, position, readable):
         """One token through the model; readable(layer) -> positions it may attend to. Logits, and weights of each layer."""
@@ -106,7 +107,12 @@ class Simulation:
         sinks, recent = self.knobs.forced_pages
         forced = [j for j in range(len(pages)) if j < sinks or j >= len(pages) - recent]
         rest = sorted((j for j in range(len(pages)) if j not in forced), key=lambda j: (-pages[j], j))
-        return sorted((forced + rest)[:num] if len(pages) > num else range(len(pages)))
+        if len(pages) <= num:
+            return list(range(len(pages)))
+        last, first_out = (pages[j] for j in (forced + rest)[num - 1 : num + 1])
+        if num > len(forced) and last > first_out:
+            self.margin = min(self.margin, 1 - first_out / last)
+        return sorted((forced + rest)[:num])
 
     def tokens_of(self, pages, used):
         return [t for p in pages for t in range(p * self.knobs.page, (p + 1) * self.knobs.page) if t < used]
@@ -168,19 +174,23 @@ class Simulation:
 @pytest.mark.parametrize("length", (85, 7), ids=lambda n: f"T{n}")
 @pytest.mark.parametrize("name", [name for name in MODES if name not in ("mlp", "bucket")])
 def test_every_mode_is_the_slow_simulation(tiny, name, length):
-    """Logits of 16 forced tokens; a prompt shorter than the budget too."""
-    ids, forced = draw(1, length), draw(1, 16)
+    """Logits of 8 forced tokens; a prompt shorter than the budget too."""
     engine = build(tiny, make(name), length=85)
     kept = engine.method.slots_within_budget(engine.spec)
-    simulation = Simulation(tiny, FRUGAL | MODES[name], kept)
-    expected = [simulation.prefill(ids[0])]
-    expected += [simulation.step(token, length + i) for i, token in enumerate(forced[0])]
+    for _ in range(20):
+        ids, forced = draw(1, length), draw(1, 8)
+        simulation = Simulation(tiny, FRUGAL | MODES[name], kept)
+        expected = [simulation.prefill(ids[0])]
+        expected += [simulation.step(token, length + i) for i, token in enumerate(forced[0])]
+        # a choice that fp32 rounding decides differs between CPUs: another draw
+        if simulation.margin > 5e-6:
+            break
     first = engine.prefill(ids)[0]
     _, logits = engine.score(forced, keep_logits=True)
     actual = torch.cat([logits[0], engine.logits]).double()
     assert torch.equal(logits[0, 0], first)
     assert (actual - torch.stack(expected)).abs().max() < 2e-4
-    total = length + 16
+    total = length + 8
     others = [layer for layer in range(LAYERS) if layer not in engine.method.predictors]
     held = engine.positions(others[-1])[0, 0]
     if engine.method.evict:
