@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import textwrap
@@ -66,6 +67,8 @@ class Sweeps:
 
         def target():
             os.setsid()
+            # a test run in the background ignores it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             log = os.open(self.folder / f"sweep-{os.getpid()}.log", os.O_CREAT | os.O_WRONLY)
             sys.stdout = sys.stderr = os.fdopen(log, "w", buffering=1)
             code = self.cli(*arguments)
