@@ -315,6 +315,8 @@ class Side:
         row, spec = self.row, engine.spec
         row.peak_prefill_bytes = timing.peak_bytes(self.device)
         ledger, plan = engine.ledger(), self.method.planned
+        if not self.recurrent:
+            row.memory_class = self.method.stamp()
         row.kv_dtype = self.method.stored_dtype(spec)
         row.kv_full_bytes = spec.full_bytes(name_of(spec.dtype))
         row.kv_resident_bytes, row.kv_allocated_bytes = ledger.resident_bytes, ledger.allocated_bytes

@@ -40,6 +40,7 @@ from harness.models import pick_device
 from harness.step import choose_step
 from harness.step_watch import HostWatch, StepWatch
 from kernels.check import choose
+from kernels.quantize.api import MAX_INT8, ROUND, UNIT
 from methods.base import Budgeted, Method, Spec
 from methods.slots import DTYPES, name_of
 
@@ -410,8 +411,8 @@ def true_positions(subject: Subject) -> str:
 def storage_error(kv_format: str, name: str, rows: Tensor, history: Tensor) -> Tensor:
     """Largest error of stored rows [..., Hkv, C, D] by the format's own step; history [Hkv, N, D] are all rows of the part.
 
-    8 bit: half a step, at most largest / 127; fp8 e4m3: 3 mantissa bits, least step 2^-9 of largest / 448; int4: half of
-    range / 15, over the channel for K of int4 and over the row otherwise, and the rounding of its zero and result to fp16.
+    int8: half of the step of kernels/quantize; fp8 e4m3: 3 mantissa bits, least step 2^-9 of largest / 448; int4: half
+    of range / 15, over the channel for K of int4 and over the row otherwise, and the rounding of its zero and result to fp16.
     """
     largest = rows.abs().amax(-1, keepdim=True)
     match kv_format:
@@ -419,7 +420,9 @@ def storage_error(kv_format: str, name: str, rows: Tensor, history: Tensor) -> T
             digits = {"fp32": None, "fp16": 11, "bf16": 8}[kv_format]
             return torch.zeros_like(rows) if digits is None else rows.abs() * 2.0**-digits + 2.0**-25
         case "int8":
-            return (largest / 127 / 2 * (1 + 2**-7) + 2**-22).expand_as(rows)
+            # the step before and after it becomes fp16, and the fp32 arithmetic of a code
+            step = (largest * ((1 + ROUND) / MAX_INT8) + UNIT) * (1 + 2**-11) + UNIT / 2
+            return (step / 2 + largest * 2**-21).expand_as(rows)
         case "fp8":
             return torch.maximum(rows.abs() * 2**-4, largest / 448 * 2**-10) * (1 + 2**-7) + 2**-22
         case "int4" | "int4_token" | "mixed":
@@ -534,12 +537,16 @@ def budget_is_met(subject: Subject) -> str:
     run = subject.long_run
     full = run.spec.full_bytes(subject.kv_dtype)
     held = max(ledger.resident_bytes for ledger in run.ledgers.values())
-    memory_class = run.method.memory_class
+    memory_class, stamp = run.method.memory_class, run.method.stamp()
     if not isinstance(run.method, Budgeted):
-        dense = run.spec.full_bytes(subject.kv_dtype if subject.kv_dtype in DTYPES else name_of(subject.dtype))
-        if held > dense or (memory_class == "freed") != (held < dense):
-            raise Fault(f"memory_class={memory_class}, but {held} bytes are held and the dense cache has {dense}")
-        return f"no budget; memory_class={memory_class} and {held / dense:.3f} of the dense cache"
+        dense_dtype = subject.kv_dtype if subject.kv_dtype in DTYPES else name_of(subject.dtype)
+        dense, longest = run.spec.full_bytes(dense_dtype), dataclasses.replace(run.spec, context_len=LENGTHS[-1])
+        if (stamp == "freed") != (held < dense) or memory_class == "none" and held > dense:
+            raise Fault(f"the row says memory_class={stamp}, but {held} bytes are held and the dense cache has {dense}")
+        # a tail may outweigh a prompt as short as this, not a long one
+        if memory_class != stamp and subject.method().plan(longest).resident_bytes >= longest.full_bytes(dense_dtype):
+            raise Fault(f"memory_class={memory_class}, but prompts of {LENGTHS[-1]} tokens take as much as the dense cache")
+        return f"no budget; the row says memory_class={stamp}: {held / dense:.3f} of the dense cache"
     if memory_class == "none":
         if "simulated" not in run.method.flags():
             raise Fault("memory_class=none with a budget: nothing is freed or saved, and flags() does not say simulated")

@@ -7,7 +7,6 @@ as they fill; the newest, unfinished one stays in 16 bits and counts as held.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from methods.full import Full
 
@@ -17,8 +16,6 @@ class Int4(Full):
     """full with kv_dtype=int4: 3.2x less than 16 bit, the 16-bit block of 128 tokens apart."""
 
     kv_dtype: str = "int4"
-
-    memory_class: ClassVar[str] = "freed"
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,7 +1,6 @@
 """int8: the full cache in 8-bit integers with one step per token, head and K or V, dequantised inside the attention kernel."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from methods.full import Full
 
@@ -11,8 +10,6 @@ class Int8(Full):
     """full with kv_dtype=int8: 1 byte a number and 2 a row, so 1.94x (D 64) and 1.97x (D 128) less than 16 bit."""
 
     kv_dtype: str = "int8"
-
-    memory_class: ClassVar[str] = "freed"
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,7 +1,7 @@
 """streaming_llm: attention sinks plus a window, keys at cache positions (StreamingLLM, arXiv 2309.17453).
 
 The paper rotates every key by its place in the cache. The window's keys keep their true relative distances that way, so only
-the sinks differ: each step they are rotated again, from an unrotated fp32 copy, to the distance they have inside the cache.
+the sinks differ: each step a copy of their keys is turned by as many positions as the cache has slid, for all layers at once.
 `prefill=dense` evicts once the prompt has been seen; `prefill=stream` is the paper's own use: eviction between the chunks of an
 endless text, in which every token sees the sinks and the window as it would if the text came token by token.
 """
@@ -39,14 +39,27 @@ class StreamingLLM(Budgeted):
         return 0
 
     def plan(self, spec: Spec) -> Plan:
-        copies = spec.batch_size * spec.num_layers * spec.num_kv_heads * self.num_sinks * spec.head_dim * 4
+        copies = spec.batch_size * spec.num_layers * spec.num_kv_heads * self.num_sinks * spec.head_dim * spec.dtype.itemsize
         kept = self.solve(spec, minimum=self.num_sinks + 1, why=f"{self.num_sinks} sinks and one token", fixed=copies)
         if kept == spec.context_len:
             return self.plan_slots(spec, kept, grows=False)
         return self.plan_slots(spec, kept, grows=False, extra={"sink_copies": copies}, extra_read=copies)
 
+    def bind(self, spec: Spec) -> None:
+        super().bind(spec)
+        if not self.planned.noop:
+            shape = (spec.num_layers, spec.batch_size, spec.num_kv_heads, self.num_sinks, spec.head_dim)
+            self.copies = torch.zeros(shape, dtype=spec.dtype, device=spec.device)  # the sinks' keys as they came
+
+    def release(self) -> None:
+        super().release()
+        self.copies = None
+
     def make_layer(self, layer_idx: int) -> KVLayer:
         return KVLayer(self, layer_idx) if self.planned.noop else StreamingLayer(self, layer_idx)
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        return {} if self.planned.noop else {"sink_copies": [self.copies]}
 
     def slot_of(self, seen: Tensor) -> Tensor:
         ring = self.planned.num_slots - self.num_sinks
@@ -69,10 +82,14 @@ class StreamingLLM(Budgeted):
         if self.planned.noop:
             return
         sinks = torch.arange(self.num_sinks, device=seen.device)
-        shift = self.shift(seen)
-        self.step["sink_cos"], self.step["sink_sin"] = self.rotary(shift[:, None] + sinks)  # [B, 1, S, D]
-        self.step["cos"], self.step["sin"] = self.rotary(seen[:, None])  # [B, 1, 1, D]
         self.step["is_sink"] = (sinks == seen[:, None])[:, None, :, None]  # [B, 1, S, 1]
+        cos, sin = self.rotary(self.shift(seen)[:, None])  # [B, 1, 1, D]
+        # the copies carry an attention scaling already
+        scaling = torch.hypot(cos, sin)
+        turned = rotate(self.copies.float(), cos / scaling, sin / scaling)
+        for layer, keys in zip(self.layers, turned.unbind(), strict=True):
+            # the row of a sink that comes in this step is overwritten by its append
+            layer.slots.overwrite_keys(0, keys)
 
     def rotary(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [B, 1, N, D] at positions [B, N]."""
@@ -81,19 +98,16 @@ class StreamingLLM(Budgeted):
 
 
 class StreamingLayer(KVLayer):
-    def __init__(self, method: StreamingLLM, layer_idx: int):
-        super().__init__(method, layer_idx)
-        spec = method.spec
-        shape = (spec.batch_size, spec.num_kv_heads, method.num_sinks, spec.head_dim)
-        self.unrotated = torch.zeros(shape, dtype=torch.float32, device=spec.device)
+    @property
+    def copy(self) -> Tensor:
+        """Keys of this layer's sinks as they came, [B, Hkv, S, D]."""
+        return self.method.copies[self.layer_idx]
 
     def keep(self, q: Tensor, k: Tensor, v: Tensor, seq: int) -> None:
         sinks, num_slots = self.method.num_sinks, self.method.planned.num_slots
         self.slots.store(seq, 0, k[:, :, :sinks], v[:, :, :sinks])
         store_ring(self.slots, seq, sinks, num_slots - sinks, k[:, :, sinks:], v[:, :, sinks:])
-        first = k[:, :, :sinks]
-        cos, sin = self.method.rotary(torch.arange(first.shape[2], device=k.device)[None])
-        self.unrotated[seq, :, : first.shape[2]] = unrotate(first.float(), cos, sin)[0]
+        self.copy[seq, :, : k.shape[2]] = k[0, :, :sinks]
 
     def prefill_chunk(self, q: Tensor, k: Tensor, v: Tensor, seq: int, start: int, length: int) -> Tensor:
         method = self.method
@@ -112,26 +126,20 @@ class StreamingLayer(KVLayer):
         places = positions.clamp(max=sinks + ring - 1)  # of the queries inside the cache; sink i lies at place i
         turned = rotate(unrotate(q.float(), *method.rotary(positions[None])), *method.rotary(places[None]))
         first = torch.arange(min(sinks, start + q.shape[2]), device=q.device)
-        sink_keys = rotate(self.unrotated[seq, :, : len(first)][None], *method.rotary(first[None]))
+        sink_keys = self.copy[seq, :, : len(first)][None].float()
         to_sinks = grouped_logits(turned, sink_keys, scale).masked_fill(first > positions[:, None], float("-inf"))
         values = torch.cat([self.slots.v[seq, :, : len(first)][None].to(v.dtype), values], dim=2)
         return attend(torch.cat([to_sinks, near_logits(q, keys, scale, ring)], dim=-1), values, q.dtype)
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        step = self.method.step
         # a prompt shorter than the sinks gets its missing sinks while it decodes
-        fresh = unrotate(k.float(), step["cos"], step["sin"])
-        self.unrotated.copy_(torch.where(step["is_sink"], fresh, self.unrotated))
-        self.slots.overwrite_keys(0, rotate(self.unrotated, step["sink_cos"], step["sink_sin"]).to(k.dtype))
+        torch.where(self.method.step["is_sink"], k, self.copy, out=self.copy)
         return super().decode(q, k, v)
 
     def rotated_at(self, seen: Tensor) -> Tensor:
         held = self.positions(seen).clone()
         held[:, :, : self.method.num_sinks] += self.method.shift(seen - 1)[:, None, None]
         return held
-
-    def tensors(self) -> dict[str, list[Tensor]]:
-        return self.slots.tensors() | {"sink_copies": [self.unrotated]}
 
 
 def half_turned(x: Tensor) -> Tensor:

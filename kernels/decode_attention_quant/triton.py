@@ -70,7 +70,9 @@ _BIAS_INT8, _BIAS_INT4 = tl.constexpr(float(BIAS_INT8)), tl.constexpr(float(BIAS
 def numbers8(codes, FP8: tl.constexpr, ASM: tl.constexpr):
     """8-bit codes as the fp16 numbers they stand for, steps left out."""
     if FP8:
-        return codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        x = codes.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        # the interpreter takes NaN for 480
+        return x if ASM else tl.where((codes & 127) == 127, float("nan"), x)
     elif ASM:
         # 0x6400 | byte is 1024 + byte, and 0x6480 is 1024 + 128
         return tl.inline_asm_elementwise(
@@ -87,6 +89,19 @@ def numbers8(codes, FP8: tl.constexpr, ASM: tl.constexpr):
         )  # fmt: skip
     else:
         return codes.to(tl.float16) - _BIAS_INT8
+
+
+@triton.jit
+def finite(x, ASM: tl.constexpr):
+    """fp16 numbers of fp8 codes with the largest in place of NaN, which a weight of 0 would not hide."""
+    if ASM:
+        # without a mask by length, which would send the codes through shared memory again; 0x5F00 is 448
+        return tl.inline_asm_elementwise(
+            asm="{.reg .b32 most; mov.b32 most, 0x5F005F00; min.f16x2 $0, $1, most;}",
+            constraints="=r,r", args=[x], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return tl.where(x == x, x, 448.0)
 
 
 @triton.jit
@@ -191,11 +206,13 @@ def decode8_kernel(
         b_steps = tl.load(p_steps + n * BLOCK)
         b_k = numbers8(tl.load(p_k + n * (BLOCK * D)), FP8, ASM)  # [BLOCK, D]
         b_v = numbers8(tl.load(p_v + n * (BLOCK * D)), FP8, ASM)  # [D, BLOCK]
+        if not SEALED:
+            # steps of unused slots may be NaN, and so may codes if they are floats
+            b_steps = tl.where(live, b_steps, 0)
+            if FP8:
+                b_v = finite(b_v, ASM)
         b_ks = (b_steps & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         b_vs = (b_steps >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        if not SEALED:
-            # codes are always finite, steps of unused slots need not be
-            b_vs = tl.where(live, b_vs, 1.0)
         b_s = tl.dot(b_k, b_qh) * (b_ks * scale)[:, None]  # [BLOCK, ROWS]
         if LOGITS:
             put_logits(p_logits, b_s, n * BLOCK + o_n, live, live_heads)

@@ -187,6 +187,20 @@ class SwappedValues(Sampled):
     make_layer = with_layer(SwappedValuesLayer)
 
 
+class RoundsTwiceLayer(KVLayer):
+    def decode(self, q, k, v):
+        return super().decode(q, k.bfloat16().float(), v)
+
+
+@dataclass
+class RoundsTwice(Full):
+    """Rounds keys to the model's 16 bits, then to 8: the first error is as large as half a step."""
+
+    kv_dtype: str = "int8"
+
+    make_layer = with_layer(RoundsTwiceLayer)
+
+
 # kernel_is_masked_dense
 
 

@@ -18,6 +18,7 @@ CASES = (
     ("true_positions", broken.CacheLengthIsPosition, "slot 1 claims position 1, but its k"),
     ("true_positions", broken.Rerotated, "but its k is"),
     ("true_positions", broken.SwappedValues, "but its v is"),
+    ("true_positions", broken.RoundsTwice, "but its k is .* further from that token's than int8 allows"),
     ("kernel_is_masked_dense", broken.OneTooFew, "off the masked dense forward"),
     ("kernel_is_masked_dense", broken.HeadsMixed, "off the masked dense forward"),
     ("keep_all_is_dense", broken.NeverNoop, "does not set Plan.noop"),

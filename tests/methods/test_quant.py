@@ -117,6 +117,28 @@ def test_decode_is_attention_over_the_stored_rows(tiny_llama, name, length, num,
             assert (out.double() - expected).norm() < 2e-3 * expected.norm(), step
 
 
+@pytest.mark.parametrize("length", (1, 90, 100), ids=lambda n: f"n{n}")
+@pytest.mark.parametrize("name", QUANT)
+def test_a_full_ring_holds_the_newest_rows(tiny_llama, name, length):
+    """Two turns of a quantised ring: every slot is the row of the position it claims, quantised once (keys_values#140)."""
+    # the full cache in int4 has a 16-bit tail, so half of its bytes would hold the whole prompt
+    sparsity = 0.85 if name == "int4" else 0.5
+    engine = engine_of(tiny_llama(head_dim=64), Window(sparsity=sparsity, kv_dtype=name), 100, steps=150)
+    assert not engine.method.planned.noop
+    recorders = [Recorder(layer) for layer in engine.method.layers]
+    engine.check_bytes = lambda: None
+    engine.prefill(draw(1, length))
+    engine.score(draw(1, 150))
+    for number, recorder in enumerate(recorders):
+        held = engine.positions(number)[0, 0]
+        assert sorted(held.tolist()) == list(range(length + 150 - len(held), length + 150))
+        rows = engine.method.layers[number].slots.rows(engine.method.step["lengths"])
+        for own, history in zip(rows, (recorder.k, recorder.v), strict=True):
+            x = torch.cat(history, 1).double()
+            want = four_bits(x.unflatten(-1, (-1, 32)), -1).flatten(-2) if name == "int4" else eight_bits(x, name)
+            assert (own[0].double() - want[:, held]).abs().max() < 1e-5
+
+
 def test_sealing_holds_constant_bytes(tiny_llama):
     """300 decoded tokens: three seals, no byte more and no tensor new."""
     engine = engine_of(tiny_llama(head_dim=64), Int4(), 100, steps=300)
@@ -242,6 +264,31 @@ def test_int4_names_its_tail_when_the_budget_is_too_small(tiny_llama):
     ) as err:
         engine_of(tiny_llama(head_dim=64), SparDA(sparsity=0.8, predict_layers=[1], kv_dtype="int4"), 500)
     assert "\n" not in str(err.value)
+
+
+# int4 with head dim 64: a dense row has 128 bytes, a sealed one 40, and the tail of 128 rows counts from the first token on.
+# With one sealed block 5120 + 16384 bytes are those of 168 dense rows, and the table of heads is there too. int8 takes whole
+# tiles of 32 rows at 66 bytes: 2112, those of 16.5 dense rows.
+@pytest.mark.parametrize(
+    ("make", "context_len", "stamp"),
+    [
+        (Int4, 1, "none"), (Int4, 127, "none"), (Int4, 128, "none"), (Int4, 168, "none"), (Int4, 169, "freed"),
+        (Int8, 16, "none"), (Int8, 17, "freed"), (Fp8, 1, "none"), (Fp8, 127, "freed"), (Full, 300, "none"),
+        (lambda: Full(kv_dtype="int4"), 100, "none"), (lambda: Full(kv_dtype="int4"), 300, "freed"),
+        (lambda: Window(sparsity=0.5), 100, "freed"), (lambda: Window(sparsity=0.0), 100, "none"),
+        (lambda: SparDA(sparsity=0.0, predict_layers=[1], kv_dtype="int4"), 100, "none"),
+        (lambda: SparDA(sparsity=0.3, predict_layers=[1], kv_dtype="int4"), 400, "freed"),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("batch", (1, 3), ids=lambda b: f"B{b}")
+def test_what_holds_no_less_than_dense_is_not_stamped_freed(tiny_llama, make, context_len, stamp, batch):
+    model, method = tiny_llama(head_dim=64).to(torch.bfloat16), make()
+    engine = engine_of(model, method, context_len, batch, steps=4)
+    engine.prefill(draw(batch, context_len))
+    dense = engine.spec.full_bytes("bf16")
+    assert method.stamp() == stamp
+    assert (engine.ledger().resident_bytes < dense) == (stamp == "freed")
 
 
 @pytest.mark.gpu
