@@ -49,7 +49,7 @@ DONE = object()
 # what can change a measured value; the card, W&B and the command line cannot
 MEASURED_IN = ("cell", "engine", "hf", "ledger", "lm", "lm_cell", "models", "recurrent", "sliding", "step", "timing")
 MEASURING_CODE = [f"harness/{name}.py" for name in MEASURED_IN]
-MEASURING_CODE += ["methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py", "assets/*/calibration.json"]
+MEASURING_CODE += ["methods/**/*.py", "kernels/**/*.py", "tasks/**/*.py", "assets/*/calibration.json", "assets/*/*.safetensors"]
 
 
 class NonFinite(RuntimeError):
@@ -247,6 +247,7 @@ class Side:
         conf = OmegaConf.to_object(cfg)
         self.method, self.task, self.shape = conf.method, conf.task, conf.shape
         self.model, self.tokenizer = loaded.model, loaded.tokenizer
+        self.method.read_tokenizer(loaded.tokenizer, loaded.model.config.get_text_config().vocab_size)
         self.stop_ids = stop_ids(loaded.model, loaded.tokenizer)
         self.device = next(loaded.model.parameters()).device
         self.name = choice_of(cfg.method)

@@ -264,6 +264,7 @@ class Engine:
     @torch.inference_mode()
     def _launch(self) -> None:
         for method in self.methods:
+            method.see_token(self.token)
             method.begin_step(self.seen)
         logits = self.step(self.token, self.seen)
         self.logits.copy_(logits)

@@ -80,6 +80,12 @@ class ByteTokenizer:
         ids = list(text.encode())
         return [self.bos_token_id, *ids] if add_special_tokens else ids
 
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def batch_decode(self, lines) -> list[str]:
+        return [self.decode(ids) for ids in lines]
+
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
 

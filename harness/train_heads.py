@@ -20,13 +20,15 @@ from omegaconf import OmegaConf
 from harness import assets, hf, models
 from harness.calibrate import cells_of, fingerprint
 from harness.config import ConfigError, choice_of
+from harness.trainers.flash_lite import train_flash_lite
+from harness.trainers.hysparse import train_hysparse
 from harness.trainers.sparda import train_sparda
 from kernels.check import choose
 
 SEED_OFFSET = 2_000_000  # training never sees what run.py and harness.calibrate draw with their usual seeds
 
 # method -> its trainer; another trained part is one more function
-TRAINERS = {"sparda": train_sparda}
+TRAINERS = {"sparda": train_sparda, "hysparse": train_hysparse, "flash_lite": train_flash_lite}
 
 
 def train(overrides: list[str], steps: int) -> dict:

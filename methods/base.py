@@ -244,6 +244,12 @@ class Method:
     def begin_prefill(self, seq: int, prompt: Tensor) -> None:
         """Prompt [T] of sequence `seq` is about to go through the layers; for methods that look at the tokens themselves."""
 
+    def read_tokenizer(self, tokenizer, vocab_size: int) -> None:
+        """The model's tokenizer, before bind(), where there is one; for methods that look at the text of tokens."""
+
+    def see_token(self, token: Tensor) -> None:
+        """Tokens [B] that the next step feeds, before begin_step(), on the device; for methods that look at them."""
+
     def end_prefill(self, seq: int) -> None:
         """All layers of sequence `seq` have been prefilled."""
 

@@ -287,7 +287,7 @@ def test_a_part_that_does_not_help_is_not_written(loaded, capsys):
     assert json.loads(captured.out.splitlines()[-1])["file"] is None and "nothing written" in captured.err
     assert not assets.to_write("dummy", None, "sparda_mlp.safetensors").exists()
     assert train_heads.main(["--steps", "9", "model=dummy", "method=window"]) == 2
-    assert "method=window has no part to train; valid: sparda" in capsys.readouterr().err
+    assert "method=window has no part to train; valid: sparda, hysparse, flash_lite" in capsys.readouterr().err
 
 
 def test_a_trained_file_is_found_by_the_method(loaded, capsys, monkeypatch):
