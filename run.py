@@ -28,8 +28,7 @@ def main(cfg: DictConfig) -> float:
 def cli(argv: list[str]) -> int:
     """Run and return the exit code: 0 fine, 1 a cell failed or nothing can be written, 2 a mistake in the arguments."""
     before = os.environ.get("HYDRA_FULL_ERROR")
-    if int(os.environ.get("RANK", 0)):
-        # of the processes that torchrun starts the first one speaks
+    if int(os.environ.get("RANK", 0)):  # of the processes that torchrun starts the first one speaks
         sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
         plan = preflight(argv)
@@ -39,8 +38,8 @@ def cli(argv: list[str]) -> int:
         if before == "1":
             traceback.print_exc()
         mistake = isinstance(err, ConfigError)
-        why = err if mistake else f"results cannot be written: {str(err).splitlines()[0]}; try hydra.run.dir=<folder>"
-        print(f"error: {why}", file=sys.stderr)
+        hint = "; try hydra.run.dir=<folder>, with -m hydra.sweep.dir=<folder>"
+        print(f"error: {err if mistake else f'results cannot be written: {str(err).splitlines()[0]}{hint}'}", file=sys.stderr)
         return 2 if mistake else 1
     finally:
         os.environ["HYDRA_FULL_ERROR"] = before or "0"

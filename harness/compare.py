@@ -38,7 +38,7 @@ from harness.report.text import (
 from harness.results import Row
 from harness.store import STORE
 
-CELL = ("model", "task", "question", "context_len", "batch_size", "num_new_tokens", "seed")
+CELL = ("model", "task", "question", "context_len", "batch_size", "num_new_tokens", "tp_size", "seed")
 MAX_BLOCKS = 3  # more pairs than this are one line each
 APART = 0.05  # rows of different runs: times nearer than this are the same
 
@@ -64,7 +64,8 @@ def break_even(row: Row, other: Row) -> BreakEven:
     """
     known = (row.tpot_ms_p50, other.tpot_ms_p50, row.bound_ms_per_step, other.bound_ms_per_step, row.ceiling_gb_per_s)
     context = batch = None
-    if None not in (*known, row.kv_read_bytes_per_step, other.kv_read_bytes_per_step):
+    sizes = (row.ceiling_gb_per_s, *(size for one in (row, other) for size in (one.context_len, one.batch_size)))
+    if None not in (*known, row.kv_read_bytes_per_step, other.kv_read_bytes_per_step) and all(sizes):
         extra_ms = (row.tpot_ms_p50 - row.bound_ms_per_step) - (other.tpot_ms_p50 - other.bound_ms_per_step)
         per_token = [one.kv_read_bytes_per_step / (one.context_len * one.batch_size) for one in (row, other)]
         saved_ms = (per_token[1] - per_token[0]) / (row.ceiling_gb_per_s * 1e6)
@@ -146,7 +147,7 @@ def _apart(one: Row, other: Row, names: Iterable[str]) -> list[str]:
 
 def obstacles(one: Row, other: Row) -> list[str]:
     """Why times of these two rows say little; empty when they may be compared."""
-    found = _apart(one, other, ("device_name", "decode_impl", "step_impl", "num_new_tokens"))
+    found = _apart(one, other, ("device_name", "tp_size", "prefill_chunk", "decode_impl", "step_impl", "num_new_tokens"))
     names = sorted(one.versions.keys() | other.versions.keys())
     found += [
         f"{name} {one.versions.get(name, DASH)} and {other.versions.get(name, DASH)}"
@@ -263,7 +264,7 @@ def _pays(row: Row, other: Row, names: tuple[str, str]) -> list[str]:
 
 def why(row: Row, name: str, siblings: list[Row]) -> list[str]:
     """Where a decode step's time goes: bytes, how fast they came, and what is left for launches and small work."""
-    if None in (row.tpot_ms_p50, row.bound_ms_per_step, row.ceiling_gb_per_s):
+    if not all((row.tpot_ms_p50, row.bound_ms_per_step, row.ceiling_gb_per_s)):
         return [f"  {name}: no decode step was measured"]
     total = row.bound_ms_per_step * row.ceiling_gb_per_s * 1e6
     kv = row.kv_read_bytes_per_step or 0
@@ -281,7 +282,7 @@ def why(row: Row, name: str, siblings: list[Row]) -> list[str]:
     twin = {"graph": "eager", "eager": "graph"}.get(row.decode_impl or "")
     for other in siblings:
         alike = cell_key(other) == cell_key(row) and _budget(other) == _budget(row) and other.method == row.method
-        if alike and other.decode_impl == twin and other.tpot_ms_p50 is not None:
+        if alike and twin and other.decode_impl == twin and other.tpot_ms_p50 is not None:
             by_impl = {row.decode_impl: row.tpot_ms_p50, twin: other.tpot_ms_p50}
             gain = by_impl["eager"] - by_impl["graph"]
             lines.append(f"    eager {ms(by_impl['eager'])}, graph {ms(by_impl['graph'])}: launches cost {ms(gain)} a step")

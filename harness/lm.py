@@ -112,6 +112,7 @@ class EngineLM(TemplateLM):
             raise ValueError(f"the task generates {max_gen_tokens} tokens, the model allows {self.max_length} in all")
         bos = getattr(self.tokenizer, "bos_token", None)
         ids = list(self.tokenizer.encode(string, add_special_tokens=not (bos and string.startswith(bos))))
+        require_prompt(ids)
         self.truncated = self.truncated or len(ids) > room
         return ids[-room:]
 
@@ -158,10 +159,11 @@ class EngineLM(TemplateLM):
         if context:
             return self._encode_pair(context, continuation)
         ids = self.tok_encode(continuation, add_special_tokens=False)
-        return ([self.prefix_token_id], ids) if ids[0] != self.prefix_token_id else (ids[:1], ids[1:])
+        return (ids[:1], ids[1:]) if ids[:1] == [self.prefix_token_id] else ([self.prefix_token_id], ids)
 
     def _fit(self, context: list[int], continuation: list[int]) -> tuple[list[int], list[int]]:
         """What is too long loses the front of its context."""
+        require_prompt(context)
         excess = len(context) + len(continuation) - (self.max_length + 1)
         if not continuation or excess >= len(context):
             raise ValueError(
@@ -257,6 +259,10 @@ class EngineLM(TemplateLM):
         until, max_gen_tokens = kwargs.pop("until"), kwargs.pop("max_gen_toks")
         if unknown := sorted(set(kwargs) - NO_EFFECT):
             raise ValueError(f"the task sets {', '.join(unknown)} for generation, which greedy decoding here does not know")
+        if not all(isinstance(stop, str) and stop for stop in ([until] if isinstance(until, str) else until)):
+            raise ValueError(f"the task's until={until} must hold strings of at least one character")
+        if max_gen_tokens < 1:
+            raise ValueError(f"the task's max_gen_toks={max_gen_tokens} must be at least 1")
         stops = handle_stop_sequences(until, eos=self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False))
         return self.encode_prompt(context, max_gen_tokens), stops, max_gen_tokens
 
@@ -342,6 +348,12 @@ class EngineLM(TemplateLM):
         if self.engine:
             self.engine.method.release()
             self.engine = None
+
+
+def require_prompt(ids: list[int]) -> None:
+    """ValueError for a prompt without a token."""
+    if not ids:
+        raise ValueError("a prompt of the task is empty and the tokenizer puts no token before it: fill doc_to_text")
 
 
 def summed(logits: Tensor, ids: list[int]) -> tuple[float, bool]:

@@ -9,7 +9,9 @@ import math
 import statistics
 import sys
 from collections.abc import Iterator
+from numbers import Real
 
+import numpy as np
 from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 
@@ -30,6 +32,7 @@ class LmEvalSide(Side):
     def __init__(self, cfg, loaded, peak_load, reproduce):
         super().__init__(cfg, loaded, peak_load, reproduce)
         self.lm: EngineLM | None = None
+        self.other: dict[str, float] = {}  # a metric of which less is better, and no column of the row
 
     def prepare(self) -> None:
         """Read the task, build all prompts; the longest sets the shape of the warm-up."""
@@ -42,7 +45,8 @@ class LmEvalSide(Side):
             decode_impl=self.decode_impl,
             step_impl=self.step_impl,
         )
-        self.loaded_tasks = self.task.load()
+        tokenizer = getattr(self.tokenizer, "name_or_path", "")
+        self.loaded_tasks = self.task.load(tokenizer, self.shape.context_len, self.seed)
         documents = self.task.documents(self.loaded_tasks, self.lm, self.seed)
         self.num_drawn, self.num_rounds = len(documents), len(documents)
         self.batches = [[document] for document in documents]
@@ -83,6 +87,8 @@ class LmEvalSide(Side):
         numbers = [response for item in responses for response in (item if isinstance(item, tuple) else (item,))]
         if not all(math.isfinite(number) for number in numbers if not isinstance(number, str)):
             raise NonFinite(f"{self.name}: a log-probability is not finite")
+        if calls and not self.lm.engine.finite():
+            raise NonFinite(f"{self.name}: the logits are not finite after decoding")
         for call in calls:
             self.ttft_ms.append(call.prefill_ms + call.fed_ms)
             self.prefill_ms.append(call.prefill_ms)
@@ -91,7 +97,7 @@ class LmEvalSide(Side):
             self.step_ms += call.step_ms
             self.num_timed += bool(call.step_ms)
         lengths = [call.num_output for call in calls if call.num_output is not None]
-        line = {"responses": responses, "noop": all(call.noop for call in calls)}
+        line = {"responses": responses, "noop": bool(calls) and all(call.noop for call in calls)}
         if lengths:
             line |= {"output": responses[0], "output_len": sum(lengths)}
         self.keep({"id": document.id} | line | self.metrics_of(document, responses) | document.meta)
@@ -108,8 +114,8 @@ class LmEvalSide(Side):
         doc, values = document.requests[0].doc, {}
         for name in copies[0].filtered_resps:
             found = task.process_results(doc, [request.filtered_resps[name] for request in copies])
-            values |= {f"{metric},{name}": value for metric, value in found.items()}
-        key = choose_metric(list(values), self.task.metric)
+            values |= {f"{metric},{name}": plain(value) for metric, value in found.items()}
+        key = self.metric_in(list(values), task)
         value = values[key]
         better = task.higher_is_better().get(key.partition(",")[0], True)
         score = float(value) if better and isinstance(value, int | float) else None
@@ -120,6 +126,7 @@ class LmEvalSide(Side):
             raise ValueError("no token of this task goes through the cache: its prompts are single tokens")
         super().summarise()
         row, calls = self.row, self.lm.calls
+        row.method_facts |= self.other
         row.prefill_tokens_per_s = sum(call.prompt_len for call in calls) / sum(self.prefill_ms) * 1000
         # prompts differ in length: the bound is the mean over all steps that were run
         weights = hf.weight_bytes_read(self.model, 1)
@@ -137,12 +144,14 @@ class LmEvalSide(Side):
             if row.num_noop and "noop" not in row.flags:
                 row.flags.append("partly_noop")
         row.metric, value, error, better = self.result(self.evaluate())
-        if better:
+        if not math.isfinite(value):
+            row.accuracy = row.accuracy_stderr = None
+        elif better:
             row.accuracy, row.accuracy_stderr = value, error
         elif "perplexity" in row.metric:
             row.perplexity = value
         else:
-            row.method_facts[row.metric] = value
+            self.other = {row.metric: value}
 
     def evaluate(self) -> dict:
         """lm-eval's result of the recorded responses."""
@@ -169,13 +178,30 @@ class LmEvalSide(Side):
         children = {child for names in self.loaded_tasks["group_map"].values() for child in names}
         names = [name for name in groups if name not in children and found["results"].get(name, {}).keys() - {"alias", "name"}]
         names = [name for name in names if metrics_in(found["results"][name])] or list(tasks)
-        keys = [choose_metric(metrics_in(found["results"][name]), self.task.metric) for name in names]
-        values = [found["results"][name][key] for name, key in zip(names, keys, strict=True)]
+        # RULER's group aggregates one length only
+        if self.has_length(*tasks, found=found) and not self.has_length(*names, found=found):
+            names = list(tasks)
+        keys = [self.metric_in(metrics_in(found["results"][name]), tasks.get(name)) for name in names]
+        values = [float(found["results"][name][key]) for name, key in zip(names, keys, strict=True)]
         metric = keys[0].partition(",")[0]
         better = all(found["higher_is_better"].get(name, {}).get(metric, True) is not False for name in names)
         error = found["results"][names[0]].get(keys[0].replace(",", "_stderr,", 1)) if len(names) == 1 else None
         shown = "/".join(word for word in keys[0].split(",") if word != "none")
-        return shown, statistics.fmean(values), error if isinstance(error, float) else None, better
+        return shown, statistics.fmean(values), error if isinstance(error, float) and math.isfinite(error) else None, better
+
+    def has_length(self, *names: str, found: dict) -> bool:
+        """Whether one of these tasks or groups has a metric that is named after this context's length."""
+        return any(f"{self.lm.context_len}," in key for name in names for key in metrics_in(found["results"].get(name, {})))
+
+    def metric_in(self, keys: list[str], task=None) -> str:
+        """The key `metric,filter` of task.metric; by default of the context's length where metrics are named so, as RULER's
+        are, else of the first in the task's metric_list."""
+        if self.task.metric is None:
+            listed = [entry.get("metric") for entry in (task and task.get_config("metric_list")) or ()]
+            for name in (str(self.lm.context_len), *listed):
+                if own := [key for key in keys if key.partition(",")[0] == name]:
+                    return own[0]
+        return choose_metric(keys, self.task.metric)
 
     def compare_with(self, full: Side) -> None:
         super().compare_with(full)
@@ -204,7 +230,7 @@ class Recorded(LM):
 
 def metrics_in(results: dict) -> list[str]:
     """Keys `metric,filter` of lm-eval's results, without their errors."""
-    return [key for key, value in results.items() if "," in key and "_stderr," not in key and isinstance(value, int | float)]
+    return [key for key, value in results.items() if "," in key and "_stderr," not in key and isinstance(value, Real)]
 
 
 def choose_metric(keys: list[str], wanted: str | None) -> str:
@@ -217,6 +243,19 @@ def choose_metric(keys: list[str], wanted: str | None) -> str:
         valid = ", ".join("/".join(word for word in key.split(",") if word != "none") for key in keys)
         raise ValueError(f"task.metric={wanted} is none of this task's metrics: {valid}")
     return found[0]
+
+
+def plain(value):
+    """What JSON can hold of a metric's value: lists for arrays and sets, None for what is no number, else its text."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, list | tuple | set):
+        return [plain(item) for item in (sorted(value, key=repr) if isinstance(value, set) else value)]
+    if isinstance(value, dict):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, str | int | float) else repr(value)
 
 
 def scores_by_task(lines) -> dict[str, dict[str, float]]:

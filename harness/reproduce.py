@@ -105,7 +105,10 @@ def _verdict(metric: str, old: Row, new: Row) -> str:
 
 def overrides(row: Row) -> list[str]:
     """Overrides of the row's own command; ValueError where it has none."""
-    words = shlex.split(row.reproduce)
+    try:
+        words = shlex.split(row.reproduce)
+    except ValueError:
+        words = []
     if words[:2] != ["python", "run.py"]:
         raise ValueError(f"its command is {row.reproduce!r}, not python run.py …: this row cannot be run again")
     return words[2:]

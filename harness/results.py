@@ -9,8 +9,10 @@ import dataclasses
 import json
 import math
 import os
+import secrets
 import sys
-import tempfile
+import types
+import typing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -135,20 +137,52 @@ class Row:
     def read(cls, path: str | Path) -> "Row":
         """Row from a row.json; a file that is no row raises ValueError and names the file."""
         try:
-            return cls.from_dict(json.loads(Path(path).read_text()), str(path))
+            return cls.from_dict(json.loads(Path(path).read_text("utf-8")), str(path))
         except (json.JSONDecodeError, UnicodeDecodeError) as err:
             raise ValueError(f"{path} is not a row: {err}") from None
 
     @classmethod
     def from_dict(cls, values: dict, source: str) -> "Row":
         """Row of any version: a missing field gets its default, one that is unknown here is named on stderr and left out."""
-        missing = [name for name in REQUIRED if not isinstance(values, dict) or name not in values]
+        missing = [name for name in REQUIRED if not isinstance(values, dict) or values.get(name) is None]
         if missing:
             raise ValueError(f"{source} is not a row: it has no {', '.join(missing)}")
-        known = {item.name for item in dataclasses.fields(cls)}
-        if unknown := sorted(values.keys() - known):
+        try:
+            row = cls.known(values)
+        except ValueError as err:
+            raise ValueError(f"{source} is not a row: {err}") from None
+        if unknown := sorted(values.keys() - {item.name for item in dataclasses.fields(cls)}):
             print(f"note: {source} is of another version, left out: {', '.join(unknown)}", file=sys.stderr)
-        return cls(**{name: value for name, value in values.items() if name in known})
+        return row
+
+    @classmethod
+    def known(cls, values: dict) -> "Row":
+        """Row from those values whose names are known here; null where a field takes none is its default, NaN is null.
+
+        Raises ValueError naming a value of a wrong type, also inside a list or dict: no table or chart has to expect one.
+        """
+        hints, found = typing.get_type_hints(cls), {}
+        for name, value in _finite(values).items():
+            if name not in hints or value is None and not _fits(None, hints[name]):
+                continue
+            if not _fits(value, hints[name]):
+                raise ValueError(f"{name}={str(value)[:60]!r} is no value of a row")
+            if isinstance(value, dict) and typing.get_args(hints[name]):
+                value = {key: item for key, item in value.items() if item is not None}
+            found[name] = value
+        return cls(**found)
+
+
+def _fits(value, hint) -> bool:
+    """Whether a value read from JSON is of the type that a field is declared with; null fits as an item of a dict."""
+    if isinstance(hint, types.UnionType):
+        return any(_fits(value, one) for one in typing.get_args(hint))
+    outer, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if isinstance(value, bool) or not isinstance(value, (int, float) if outer is float else outer):
+        return False
+    if outer is dict and inner:
+        return all(item is None or _fits(item, inner[1]) for item in value.values())
+    return outer is not list or not inner or all(_fits(item, inner[0]) for item in value)
 
 
 def _finite(value):
@@ -162,18 +196,25 @@ def _finite(value):
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Write text so that a reader sees the old file or the whole new one, also after kill -9 or on a full disk."""
-    path = Path(path)
+    """Write text so that a reader sees the old file or the whole new one, also after kill -9 or on a full disk.
+
+    The file has the mode of any new file; through a link its target is replaced, and a device is written to as it is.
+    """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    if path.exists() and not path.is_file():
+        path.write_text(text, "utf-8", "backslashreplace")
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "w") as file:
+        # an error's text may hold what is no UTF-8
+        with open(temporary, "x", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

@@ -30,8 +30,8 @@ class Comparison:
 
 
 def compare(scores: dict[str, float], full: dict[str, float], seed: int = 0) -> Comparison | None:
-    """Comparison of two sides by sample id; None when fewer than two samples are shared."""
-    shared = sorted(scores.keys() & full.keys())
+    """Comparison of two sides by sample id; None when fewer than two samples are shared that have a number on both."""
+    shared = sorted(name for name in scores.keys() & full.keys() if np.isfinite([scores[name], full[name]]).all())
     if len(shared) < 2:
         return None
     gaps = np.array([scores[name] - full[name] for name in shared], dtype=np.float64)

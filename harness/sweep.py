@@ -53,7 +53,9 @@ class SweepFolder(Callback):
     """Hydra calls it where the sweep was started, whatever launcher runs the cells: remembers the sweep's folder."""
 
     def on_multirun_start(self, config: DictConfig, **_) -> None:
-        _sweep_dirs.append(Path(config.hydra.sweep.dir))
+        # a folder that cannot be made is reported where the sweep starts
+        with contextlib.suppress(OSError, OmegaConfBaseException):
+            _sweep_dirs.append(Path(config.hydra.sweep.dir))
 
 
 def start(plan: Plan, main: Callable[[], None]) -> int:
@@ -121,8 +123,9 @@ def _run(cfg: DictConfig, out_dir: Path, reproduce: str) -> Row:
     # whatever a cell raises, the sweep goes on; a ValueError is the user's mistake
     except Exception as err:
         out_of_memory = isinstance(err, MemoryError | torch.OutOfMemoryError)
-        status = "invalid" if isinstance(err, ValueError) else "oom_prefill" if out_of_memory else "failed"
-        _ended(identify(row, cfg), status, err if isinstance(err, ValueError) else repr(err))
+        mistake = type(err) is ValueError  # not a subclass such as UnicodeError
+        status = "invalid" if mistake else "oom_prefill" if out_of_memory else "failed"
+        _ended(identify(row, cfg), status, err if mistake else repr(err))
         write_atomic(out_dir / "traceback.txt", traceback.format_exc())
     if who := watch.who():
         row.flags.append("shared_device")
@@ -324,8 +327,8 @@ def violations(row: Row, thresholds: DictConfig) -> list[str]:
 def finish(plan: Plan) -> int:
     """Print one line of JSON, the row or the sweep's counts by status, and return the exit code.
 
-    0: fine (in a sweep an impossible cell is an answer too); 1: a cell failed or misses a threshold; 2: the single cell is
-    impossible.
+    0: fine (in a sweep a cell that the plan calls impossible is an answer too); 1: a cell failed, turned out invalid only when
+    it ran, or misses a threshold; 2: the single cell is impossible.
     """
     rows, sweep_dirs = list(_rows.values()), list(_sweep_dirs)
     for memory in (_rows, _sweep_dirs, _out_of_memory):
@@ -346,7 +349,9 @@ def finish(plan: Plan) -> int:
         reused = sum(bool(row.started_at) and _before(row, sweep_dirs[0]) for row in rows)
         counts = Counter(row.status for row in rows) | ({"reused": reused} if reused else {})
         print(json.dumps({**counts, "sweep_dir": str(sweep_dirs[0])}))
-        return int(bool(broken) or any(row.status not in ("ok", "invalid") for row in rows))
+        impossible = {cell.row.config_hash for cell in plan.cells if cell.state == "impossible"}
+        fine = [row.status == "ok" or row.status == "invalid" and row.config_hash in impossible for row in rows]
+        return int(bool(broken) or not all(fine))
     print(rows[0].to_json())
     return {"ok": int(bool(broken)), "invalid": 2}.get(rows[0].status, 1)
 

@@ -111,7 +111,7 @@ class HySparse(Budgeted):
             raise ValueError(
                 f"method.monitor_range={bounds} must be two shares, 0 <= low <= high <= 1; [0, 1]: never falls back"
             )
-        # class of each token id (methods.gate.token_classes), set by whoever has a tokenizer; None: every token is "other"
+        # class of each token id, see read_tokenizer; None: every token is "other"
         self.token_classes: bytes | None = None
 
     def read_tokenizer(self, tokenizer, vocab_size: int) -> None:
@@ -219,12 +219,12 @@ class HySparse(Budgeted):
         self.layer, self.trained = self.layer_of(spec), False
         if self.forced and self.token_classes is None:
             raise ValueError(
-                f"method.forced={list(self.forced)} needs the classes of tokens, and there is no tokenizer: set token_classes"
+                f"method.forced={list(self.forced)} needs the classes of tokens, and there is no tokenizer: call read_tokenizer"
             )
         self.size_of = self.sizes(spec)
         super().bind(spec)
         self.end_prefill(0)
-        self.weights = None
+        self.weights = self.class_table = None
         if self.planned.noop:
             return
         batch, device = spec.batch_size, spec.device
@@ -238,7 +238,6 @@ class HySparse(Budgeted):
         self.monitor = Monitor(batch, device)
         # class of the token that a step feeds, 0 ("other") unless see_token is told
         self.fed = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.class_table = None
         if self.reads_lists and self.token_classes is not None:
             self.class_table = self.classes().to(device)
 
@@ -392,8 +391,7 @@ class HySparse(Budgeted):
     # decode
 
     def see_token(self, token: Tensor) -> None:
-        """Token [B] that the next step feeds, on the device: what its class is worth to the gate."""
-        if not self.planned.noop and self.class_table is not None:
+        if self.class_table is not None:
             self.fed.copy_(self.class_table[token])
 
     def begin_step(self, seen: Tensor) -> None:

@@ -9,9 +9,12 @@ Prompts, few-shot examples, filters and metrics are lm-eval's own; with `full` t
 import functools
 import hashlib
 import os
+import random
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
+
+import numpy as np
 
 from tasks.base import Sample, Task, require_at_least
 
@@ -87,18 +90,27 @@ class LmEval(Task):
             found["task_files"] = digest.hexdigest()[:12]
         return found
 
-    def load(self) -> dict:
-        """lm-eval's tasks and groups with their data; ValueError of one line: unknown name, hub out of reach."""
+    def load(self, tokenizer: str = "", context_len: int = 1024, seed: int = 0) -> dict:
+        """lm-eval's tasks and groups with their data; ValueError of one line: unknown name, hub out of reach.
+
+        Args:
+            tokenizer: folder or hub id; tasks that make their own prompts, as RULER's do, fill `context_len` of its tokens.
+        """
         if self.is_file:
             path = Path(self.name).resolve()
-            manager = task_manager(str(path.parent))
+            manager = task_manager(str(path.parent), tokenizer, context_len, seed)
             name = next((name for name, entry in manager.task_index.items() if entry.yaml_path == path), None)
             if name is None:
-                raise ValueError(f"task.name={self.name} is no lm-eval task file: it needs a line task: <name>")
+                raise ValueError(
+                    f"task.name={self.name} is no lm-eval task file: it needs a line task: <name>, its own in the folder"
+                )
         else:
-            manager, name = task_manager(None), self.name
+            manager, name = task_manager(None, tokenizer, context_len, seed), self.name
             if name not in manager.all_tasks:
                 raise ValueError(unknown_name(name, manager.all_tasks))
+        # as lm-eval's simple_evaluate does; both sides of a cell must draw the same documents
+        random.seed(seed)
+        np.random.seed(FEWSHOT_SEED + seed)
         try:
             loaded = manager.load([name] if self.data is None else [self._from_file(manager, name)])
         except Exception as err:
@@ -145,6 +157,8 @@ class LmEval(Task):
             for doc_id, own in requests.items():
                 # lm-eval hands the responses to the task in this order
                 documents.append(self._document(name, doc_id, sorted(own, key=lambda request: request.idx), lm))
+        if not any(document.prompt_ids for document in documents):
+            raise ValueError(f"task.name={self.name} has nothing to score: no document, or empty ones")
         return sorted(documents, key=lambda document: -document.max_prompt_len)
 
     def prompt_options(self, lm) -> dict:
@@ -155,7 +169,8 @@ class LmEval(Task):
 
     def _document(self, name: str, doc_id: int, requests: list, lm) -> Document:
         shapes = lm.shapes(requests)
-        longest = max((prompt for prompt, _ in shapes), key=len)
+        # lm-eval scores an empty text of a rolling task 0 and asks for nothing
+        longest = max((prompt for prompt, _ in shapes), key=len, default=[])
         content = repr([(request.request_type, request.args) for request in requests])
         meta = {
             "task": name,
@@ -168,18 +183,20 @@ class LmEval(Task):
             prompt_ids=longest,
             meta=meta,
             requests=requests,
-            max_new_tokens=max(num_new for _, num_new in shapes),
+            max_new_tokens=max((num_new for _, num_new in shapes), default=0),
             max_prompt_len=len(longest),
             task=name,
         )
 
 
 @functools.cache
-def task_manager(folder: str | None):
+def task_manager(folder: str | None, tokenizer: str, context_len: int, seed: int):
     """lm-eval's index of a folder's task files, or of its own: the latter takes seconds, and both sides of a cell need it."""
     from lm_eval.tasks import TaskManager
 
-    return TaskManager(include_path=folder, include_defaults=folder is None)
+    # max_seq_lengths: RULER's word; the others are those of tasks/lm_eval_files
+    made = {"tokenizer": tokenizer, "max_seq_lengths": [context_len], "context_len": context_len, "seed": seed}
+    return TaskManager(include_path=folder, include_defaults=folder is None, metadata=made)
 
 
 def unknown_name(name: str, known: list[str]) -> str:
@@ -195,9 +212,9 @@ def why_not(task: LmEval, err: Exception) -> str:
     """One line for a task that cannot be loaded."""
     chain, cause = [], err
     while cause is not None and len(chain) < 8:
-        chain.append(f"{type(cause).__name__}: {cause}")
+        chain.append(cause)
         cause = cause.__cause__ or cause.__context__
-    text = " ".join(" ".join(chain).split())
+    text = " ".join(f"{type(cause).__name__}: {cause}" for cause in chain)
     if isinstance(err, ModuleNotFoundError):
         return f"task.name={task.name} needs a package that is missing: {err.name}; pip install {err.name}"
     offline = ("offline", "couldn't reach", "connection", "localentrynotfound", "resolve", "timed out", "hub")
@@ -206,4 +223,7 @@ def why_not(task: LmEval, err: Exception) -> str:
             f"task.name={task.name} takes its data from the Hugging Face hub, which is out of reach; run once with network, or "
             "give the documents as task.data=<file.jsonl>"
         )
-    return f"task.name={task.name} cannot be loaded: {' '.join(str(err).split())[:300] or type(err).__name__}"
+    if any(isinstance(cause, StopIteration) for cause in chain):
+        return f"task.{'data' if task.data else 'name'}={task.data or task.name} has no documents"
+    said = dict.fromkeys(" ".join(str(cause).split())[:300] or type(cause).__name__ for cause in (err, chain[-1]))
+    return f"task.name={task.name} cannot be loaded: {'; '.join(said)}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import hypot
 
-from harness.report.rows import Entry, config_labels, full_command, is_full, on_busy_cpu, overrides_of, settings_of
+from harness.report.rows import Entry, config_labels, devices, full_command, is_full, on_busy_cpu, overrides_of, settings_of
 from harness.report.text import factor, ms, number, percent, size, tokens
 
 SHORT_CONTEXT, LONG_CONTEXT = 4096, 16384  # below: does not pay; from here on: suits redundant text
@@ -188,7 +188,7 @@ def views(entries: list[Entry]) -> list[View]:
     grouped: dict[tuple, list[Entry]] = {}
     for entry in entries:
         row = entry.row
-        setting = (row.model, row.device_name, row.context_len, row.batch_size)
+        setting = (row.model, devices(row), row.context_len, row.batch_size)
         grouped.setdefault((*setting, row.task, row.question), []).append(entry)
     for key in list(grouped):
         *setting, _, question = key
@@ -261,7 +261,7 @@ def advise(view: View, loss_points: float = 1.0, goal_name: str = "bytes", limit
     if not others:
         return Advice("unknown", "No advice: only full was measured here")
     reference = full.value(goal.metric)
-    if reference is None:
+    if not reference:
         return Advice("unknown", f"No advice: {goal.metric} of full is not known")
     refused, passing = {}, []
     for one in others:
@@ -301,7 +301,7 @@ def _refusal(one: Candidate, goal: Goal, loss_points: float, limit: float | None
     if one.full is None or one.full.barred:
         return "no full beside it"
     value, reference = one.value(goal.metric), one.full.value(goal.metric)
-    if value is None or reference is None:
+    if not value or not reference:
         return f"{goal.metric} is not known"
     for flag in goal.barring_flags:
         if flag in one.flags or flag in one.full.flags:
@@ -325,7 +325,7 @@ def _facts(one: Candidate, goal: Goal) -> list[str]:
     lines = []
     for each in sorted(GOALS.values(), key=lambda each: each is not goal):
         value, reference = one.value(each.metric), one.full.value(each.metric)
-        if value is not None and reference:
+        if value and reference:
             what = {"bytes": "KV cache", "tpot": "time per token", "ttft": "time to first token"}[each.name]
             lines.append(
                 f"{what} {each.shown(value)} instead of {each.shown(reference)}, {factor(value, reference, each.words)}."

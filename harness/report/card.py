@@ -88,7 +88,7 @@ def card(row: Row, full: Row | None = None, full_note: str | None = None, width:
         accuracy += [Text(_accuracy(full)), _accuracy_change(row, full)]
         samples += [Text(plain(full.num_samples)), Text()]
     numbers.add_row(*accuracy)
-    if full and row.verdict:
+    if full and row.verdict and None not in (row.accuracy_diff_low, row.accuracy_diff_high):
         numbers.add_row("  95 % interval", "", "", f"{row.accuracy_diff_low:+.2f} to {row.accuracy_diff_high:+.2f}")
     numbers.add_row(*samples)
     parts.append(numbers)
@@ -117,11 +117,8 @@ def table(rows: list[Row], width: int = WIDTH) -> RenderableType:
 
     On a narrow terminal the values stand below the name.
     """
-    knobs = ("model", "task", "question", "kv_dtype", "context_len", "batch_size", "sparsity", "kv_budget", "seed")
-    varying = [name for name in knobs if len({getattr(row, name) for row in rows}) > 1]
     names = []
-    for row in rows:
-        known = [f"{name}={plain(getattr(row, name))}" for name in varying if getattr(row, name) is not None]
+    for row, known in zip(rows, _differing(rows), strict=True):
         cell = Text(" ".join([row.method, *known]), overflow="fold")
         for word in ([] if row.status == "ok" else [row.status]) + row.flags:
             cell.append(f"\n! {word}", style=_status_style(row))
@@ -136,6 +133,23 @@ def table(rows: list[Row], width: int = WIDTH) -> RenderableType:
     for cell, row in zip(names, rows, strict=True):
         lines.add_row(cell, *(Text(shown(row)) for _, shown in COLUMNS))
     return lines
+
+
+CELL = ("model", "task", "question", "kv_dtype", "context_len", "batch_size", "sparsity", "kv_budget", "seed")
+
+
+def _differing(rows: list[Row]) -> list[list[str]]:
+    """`name=value` of each row's settings that differ between the rows, and of its knobs between those of its method."""
+    # a cell that failed early still has the dtype it was asked for, not the one it would have got
+    values = {name: {getattr(row, name) for row in rows} - ({"auto"} if name == "kv_dtype" else set()) for name in CELL}
+    varying = [name for name in CELL if len(values[name]) > 1]
+    found = []
+    for row in rows:
+        alike = [one.knobs for one in rows if one.method == row.method]
+        knobs = [key for key in row.knobs if key not in CELL and any(one.get(key) != row.knobs[key] for one in alike)]
+        known = [f"{name}={plain(getattr(row, name))}" for name in varying if getattr(row, name) is not None]
+        found.append(known + [f"{key}={plain(row.knobs[key])}" for key in knobs])
+    return found
 
 
 def _header(row: Row, full: Row | None) -> Text:
@@ -222,7 +236,7 @@ def _accuracy_change(row: Row, full: Row) -> Text:
     gap = row.accuracy - full.accuracy
     if "baseline_broken" in row.flags:
         return Text("full fails", style="yellow")
-    if row.verdict:
+    if row.verdict and row.accuracy_diff is not None:
         style = {"better": "green", "worse": "red"}.get(row.verdict, "")
         return Text(row.verdict if row.accuracy_diff == 0 else f"{row.accuracy_diff:+.3f} {row.verdict}", style=style)
     if gap == 0:
@@ -255,8 +269,12 @@ def _footer(row: Row, width: int) -> Text:
 
 def _command(command: str, width: int) -> str:
     """A shell command on lines that fit, continued with backslashes so that it can be pasted."""
+    try:
+        words = shlex.split(command)
+    except ValueError:  # a row from elsewhere
+        return command
     lines = [""]
-    for word in shlex.split(command):
+    for word in words:
         word = shlex.quote(word)
         if lines[-1] and len(lines[-1]) + len(word) + 3 > width:
             lines[-1] += " \\"

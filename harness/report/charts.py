@@ -278,7 +278,8 @@ def latency_by_sparsity(view: View, style: Style) -> dict | None:
 
 def latency_by_context(views: list[View], metric: str, style: Style) -> dict | None:
     """A time against the context, one line per method and knobs; views differ only in their context."""
-    points = [(view.context_len, one) for view in views for one in view.candidates if one.value(metric) is not None]
+    known = [view for view in views if view.context_len > 0]
+    points = [(view.context_len, one) for view in known for one in view.candidates if one.value(metric)]
     # a method that was measured at one length makes no line
     per_label = Counter(one.label for _, one in points)
     points = [(length, one) for length, one in points if per_label[one.label] > 1]
@@ -298,6 +299,7 @@ def _latency(
     points: list[tuple[float, Candidate]], full: Candidate | None, metric: str, x: dict, style: Style, line_of
 ) -> dict | None:
     """Solid lines and symbols are measured (median, whisker to p95), dots of the same colour the bandwidth bound."""
+    points = [(x_value, one) for x_value, one in points if one.value(metric)]
     if not points:
         return None
     bound = "bound_ms_per_step" if metric == "tpot_ms_p50" else None

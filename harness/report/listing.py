@@ -19,6 +19,7 @@ from pathlib import Path
 
 from harness.nearest import did_you_mean
 from harness.report.card import print_card
+from harness.report.rows import task_of
 from harness.report.text import size as show_bytes
 from harness.results import Row
 
@@ -49,17 +50,26 @@ def _may_hold_rows(path: Path) -> bool:
 
 
 def _rows_of(path: Path, strict: bool) -> list[Row]:
-    """Rows of one file; a file that holds none raises when strict, else it is named and left out."""
+    """Rows of one file. What is no row is named and left out; a file of nothing else raises ValueError when strict."""
+    rows, faults = [], []
     try:
         if path.suffix != ".jsonl":
             return [Row.read(path)]
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-        return [Row.from_dict(json.loads(line), f"{path}:{number}") for number, line in enumerate(lines, 1)]
+        lines = path.read_text("utf-8").splitlines()
     except (ValueError, OSError) as err:
-        if strict:
-            raise ValueError(str(err)) from None
-        print(f"note: {err}", file=sys.stderr)
-        return []
+        lines, faults = [], [str(err)]
+    for number, line in enumerate(lines, 1):
+        try:
+            rows += [Row.from_dict(json.loads(line), f"{path}:{number}")] if line.strip() else []
+        except json.JSONDecodeError as err:
+            faults.append(f"{path}:{number} is not a row: {err}")
+        except ValueError as err:
+            faults.append(str(err))
+    if strict and faults and not rows:
+        raise ValueError(faults[0])
+    for fault in faults:
+        print(f"note: {fault}", file=sys.stderr)
+    return rows
 
 
 def show_seconds(value: float | None) -> str:
@@ -150,7 +160,11 @@ def _show(args) -> int:
         raise ValueError(f"no row has a config hash that starts with {args.row}{did_you_mean(args.row, hashes)}")
     same = ("model", "task", "question", "context_len", "batch_size", "num_new_tokens", "seed", "code_hash", "device_name")
     for row in rows:
-        full = [one for one in others if one.method == "full" and all(getattr(one, n) == getattr(row, n) for n in same)]
+        full = [
+            one
+            for one in others
+            if one.method == "full" and all(getattr(one, n) == getattr(row, n) for n in same) and task_of(one) == task_of(row)
+        ]
         note = f"full: {full[-1].config_hash}, {full[-1].started_at}" if full and row.method != "full" else None
         print_card(row, full[-1] if note else None, note)
     return 0

@@ -12,7 +12,7 @@ from plotly.offline import get_plotlyjs
 from harness.report import charts
 from harness.report.advice import GOALS, LIMITS, Advice, View, advise, steps, views
 from harness.report.card import FLAG_TEXTS, MEMORY_TEXTS, QUESTION_TEXTS
-from harness.report.rows import Entry, Loaded, config_labels, is_full
+from harness.report.rows import Entry, Loaded, config_labels, devices, is_full
 from harness.report.text import ms, number, percent, plain, size, tokens
 
 HERE = Path(__file__).resolve().parent
@@ -263,7 +263,7 @@ def _table(entries: list[Entry]) -> str:
 
 
 def _cell(row) -> tuple:
-    return (row.model, row.device_name, row.context_len, row.batch_size, row.task, row.question)
+    return (row.model, devices(row), row.context_len, row.batch_size, row.task, row.question)
 
 
 def _line(row, label: str, used: list) -> str:

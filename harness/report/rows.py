@@ -6,8 +6,6 @@ these is left out and named in `notes`.
 
 import json
 import shlex
-import types
-import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -17,6 +15,8 @@ from harness.results import Row
 
 # overrides that choose the method; all others of a command choose the cell that it is measured in
 METHOD_WORDS = ("method=", "method.", "sparsity=", "kv_budget=", "kv_dtype=")
+# of a task, what says how many samples and not which
+SAMPLE_WORDS = ("task.num_samples=", "task.num_scored=")
 BUDGET_KNOBS = ("sparsity", "kv_budget", "kv_dtype")
 DENSE_DTYPES = ("bf16", "fp16", "fp32")
 HEAT_KEYS = ("iou", "recall")
@@ -24,7 +24,7 @@ HEAT_KEYS = ("iou", "recall")
 
 @dataclass
 class Entry:
-    """A row, its samples where their file lies beside it, and the file that it came from."""
+    """A row, its samples where their file lies beside it, and the file that it came from. row.task names its options too."""
 
     row: Row
     samples: list[dict] = field(default_factory=list)
@@ -73,43 +73,37 @@ def _files(path: Path) -> list[Path]:
 
 def _read(file: Path, loaded: Loaded) -> None:
     try:
-        text = file.read_text()
-        lines = text.splitlines() if file.suffix == ".jsonl" else [text]
-        # NaN and infinity are no JSON: unknown
-        objects = [json.loads(line, parse_constant=lambda _: None) for line in lines if line.strip()]
+        text = file.read_text("utf-8")
     except (OSError, ValueError) as err:
         loaded.notes.append(f"{file.name} cannot be read: {' '.join(str(err).split())}")
         return
+    lines = text.splitlines() if file.suffix == ".jsonl" else [text]
+    objects = []
+    for number, line in enumerate(lines, 1):
+        try:
+            # NaN and infinity are no JSON: unknown
+            objects += [json.loads(line, parse_constant=lambda _: None)] if line.strip() else []
+        except ValueError as err:  # a file that was cut off still has its other lines
+            where = f" line {number}" if len(lines) > 1 else ""
+            loaded.notes.append(f"{file.name}{where} cannot be read: {err}")
     for found in objects:
         if not isinstance(found, dict):
             loaded.notes.append(f"{file.name} holds no rows")
             return
         if {"status", "method", "model"} <= found.keys():
             try:
-                row = row_of(found)
+                row = Row.known(found)
             except ValueError as err:
                 loaded.notes.append(f"{file.name}: {err}")
                 continue
-            loaded.entries.append(Entry(row, _samples(file, row), str(file)))
+            entry = Entry(row, _samples(file, row), str(file))
+            row.task = task_of(row)
+            loaded.entries.append(entry)
         elif matrices(found):
             loaded.calibrations.append((file.stem, found))
         else:
             loaded.notes.append(f"{file.name} holds no row")
             return
-
-
-def row_of(found: dict) -> Row:
-    """Row from a dict of any version: fields that this version lacks are dropped, a value of a wrong type is a ValueError."""
-    hints = typing.get_type_hints(Row)
-    values = {name: value for name, value in found.items() if name in hints}
-    for name, value in values.items():
-        accepted = typing.get_args(hints[name]) if isinstance(hints[name], types.UnionType) else (hints[name],)
-        accepted = tuple(typing.get_origin(one) or one for one in accepted)
-        if float in accepted:
-            accepted += (int,)
-        if isinstance(value, bool) or not isinstance(value, accepted):
-            raise ValueError(f"{name}={value!r} is no value of a row")
-    return Row(**values)
 
 
 def _samples(file: Path, row: Row) -> list[dict]:
@@ -169,6 +163,15 @@ def overrides_of(row: Row) -> str:
         if value is not None and not keys & {"sparsity", "kv_budget", "method.sparsity", "method.kv_budget"}:
             own.append(f"{name}={value:g}")
     return shlex.join(own)
+
+
+def task_of(row: Row) -> str:
+    """The task with the options that its command sets, `niah haystack=facts`: rows with others answer other questions."""
+    given = (word.lstrip("+") for word in _words(row))
+    words = sorted(word for word in given if word.startswith("task.") and not word.startswith(SAMPLE_WORDS))
+    # the name of one task among many stands in row.task already
+    options = [word.removeprefix("task.") for word in words if not word.startswith("task.name=")]
+    return " ".join([row.task, *(option for option in options if option not in row.task.split())])
 
 
 def full_command(row: Row) -> str:
@@ -235,7 +238,12 @@ def config_labels(rows: list[Row]) -> list[str]:
 
 def cell_key(row: Row) -> tuple:
     """What must be equal before two rows are compared: everything but the method."""
-    return (row.model, row.task, row.question, row.context_len, row.batch_size, row.seed, row.device_name)
+    return (row.model, row.task, row.question, row.context_len, row.batch_size, row.seed, devices(row))
+
+
+def devices(row: Row) -> str:
+    """The device with the number of ranks: bytes and times of one of two ranks stand beside those of another only."""
+    return row.device_name if row.tp_size <= 1 else f"{row.tp_size} x {row.device_name}"
 
 
 def in_turns(one: Row, other: Row) -> bool:

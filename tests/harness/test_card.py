@@ -255,6 +255,18 @@ def test_table_names_what_differs():
     assert drawn([FULL, SPARSE], printer=print_table).count("question") == 0
 
 
+def test_table_names_knobs_that_differ_and_not_a_dtype_that_was_never_chosen():
+    wide = dataclasses.replace(SPARSE, knobs={"pool": 1, "sparsity": 0.8})
+    narrow = dataclasses.replace(SPARSE, knobs={"pool": 7, "sparsity": 0.8}, kv_dtype="auto", status="failed")
+    text = drawn([FULL, wide, narrow], printer=print_table)
+    assert "pool=1" in text and "pool=7" in text
+    assert "kv_dtype" not in text
+
+
+def test_command_that_is_none_is_shown_as_it_is():
+    assert "run.py 'oops" in drawn(dataclasses.replace(FULL, reproduce="python run.py 'oops"))
+
+
 def test_verdict_of_paired_samples_takes_the_place_of_noise():
     paired = {"accuracy_diff": -0.5, "accuracy_diff_low": -0.8, "accuracy_diff_high": -0.2, "num_pairs": 8}
     text = drawn(dataclasses.replace(SPARSE, **paired, verdict="worse"), FULL)

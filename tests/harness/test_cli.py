@@ -73,7 +73,7 @@ def test_typo_in_a_sweep_stops_it_before_it_starts(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["h2o, int4, int8", "sparsity: 0.8", "python run.py -m"]),
+        (["--help"], ["h2o, hysparse, int4, int8", "sparsity: 0.8", "python run.py -m"]),
         (["--cfg", "job", "--resolve", "method=window", "sparsity=0.3"], ["  sparsity: 0.3", "  context_len: 1024"]),
         (["--info", "defaults"], ["method/sparda"]),
     ],

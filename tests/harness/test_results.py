@@ -48,7 +48,9 @@ def test_rows_of_other_versions_load(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"status": "ok"}', "\x00"], ids=["empty", "list", "object", "part", "binary"]
+    "text",
+    ["", "[]", "{}", '{"status": "ok"}', "\x00", json.dumps(row().to_dict() | {"method": None})],
+    ids=["empty", "list", "object", "part", "binary", "null"],
 )
 def test_what_is_no_row_is_named(tmp_path, capsys, text):
     write_atomic(tmp_path / "row.json", text)
@@ -56,6 +58,49 @@ def test_what_is_no_row_is_named(tmp_path, capsys, text):
         Row.read(tmp_path / "row.json")
     assert load_rows(tmp_path) == []
     assert "row.json is not a row" in capsys.readouterr().err
+
+
+WRONG = [{"accuracy": "high"}, {"batch_size": 1.5}, {"seed": True}, {"kv_ledger": {"kv": "many"}}, {"flags": [1]}]
+
+
+@pytest.mark.parametrize("values", WRONG, ids=[next(iter(values)) for values in WRONG])
+def test_a_value_of_a_wrong_type_costs_its_row_only(tmp_path, capsys, values):
+    wrong = json.dumps(row(started_at="2").to_dict() | values)
+    write_atomic(tmp_path / "rows.jsonl", "\n".join([row().to_json(), wrong, "cut off", row(started_at="3").to_json()]))
+    write_atomic(tmp_path / "row.json", wrong)
+    assert [one.started_at for one in load_rows(tmp_path)] == ["1", "3"]
+    notes = capsys.readouterr().err.splitlines()
+    named = f"{next(iter(values))}={str(next(iter(values.values())))!r} is no value of a row"
+    assert len(notes) == 3 and sum(named in note for note in notes) == 2
+    assert f"{tmp_path}/rows.jsonl:3 is not a row" in notes[2]
+    assert main(["export", str(tmp_path), "--to", "parquet", "--out", str(tmp_path / "rows.parquet")]) == 0
+
+
+def test_null_is_the_default_and_nan_is_null(tmp_path):
+    text = json.dumps(row().to_dict() | {"flags": None, "versions": None, "kv_ledger": {"kv": None}, "accuracy": float("nan")})
+    write_atomic(tmp_path / "row.json", text)
+    read = Row.read(tmp_path / "row.json")
+    assert (read.flags, read.versions, read.kv_ledger, read.accuracy) == ([], {}, {}, None)
+
+
+def test_written_file_is_like_any_other(tmp_path):
+    """Readable by whom the umask says, also where the text is no UTF-8 and where the path is a link or a device."""
+    old = os.umask(0o022)
+    try:
+        write_atomic(tmp_path / "new", "caf\udce9")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o644
+    assert (tmp_path / "new").read_text() == "caf\\udce9"
+    (tmp_path / "link").symlink_to("new")
+    write_atomic(tmp_path / "link", "second")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "new").read_text() == "second"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_atomic(tmp_path / "pipe", "through")
+    assert os.read(reader, 99) == b"through"
+    os.close(reader)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "new", "pipe"]
 
 
 def test_the_measured_rows_in_docs_load():

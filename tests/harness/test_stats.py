@@ -78,3 +78,9 @@ def test_worst_task():
     own = {"a": named([1, 0]), "b": named([0, 0]), "d": named([0])}
     assert worst_task(own, full) == ("b", -1.0)
     assert worst_task(own, {}) is None
+
+
+def test_a_score_that_is_no_number_is_no_pair():
+    found = compare(named([1, float("nan"), 0]), named([0, 1, 0]))
+    assert (found.num_pairs, found.diff) == (2, 0.5)
+    assert compare(named([1, float("nan")]), named([0, 1])) is None

@@ -187,12 +187,40 @@ def test_rewind_alone_would_be_wrong_for_rings(loaded):
         ({"do_sample": True, "temperature": 0.7}, "the task asks for sampling, the engine decodes greedily"),
         ({"num_beams": 4}, "the task sets num_beams for generation"),
         ({"max_gen_toks": 300}, "the task generates 300 tokens, the model allows 300 in all"),
+        ({"max_gen_toks": 0}, "the task's max_gen_toks=0 must be at least 1"),
+        ({"until": ["a", ""]}, "the task's until=.* must hold strings of at least one character"),
+        ({"until": [3]}, "the task's until=.* must hold strings of at least one character"),
+        ({"until": None}, "the task's until=.* must hold strings of at least one character"),
     ],
-    ids=["sampling", "beams", "too-long"],
+    ids=["sampling", "beams", "too-long", "no-tokens", "empty-stop", "number-stop", "no-stop"],
 )
 def test_what_greedy_decoding_cannot_do(loaded, gen_kwargs, message):
     with pytest.raises(ValueError, match=message):
         engine_lm(loaded).generate_until(instances("generate_until", (TEXT[0], gen_kwargs)))
+
+
+def test_nothing_to_score_or_to_go_on_from_is_one_line(loaded):
+    lm = engine_lm(loaded)
+    for pair in ((TEXT[0], ""), ("", ""), ("", "<s>")):
+        with pytest.raises(ValueError, match="^a continuation of 0 tokens cannot be scored"):
+            lm.loglikelihood(instances("loglikelihood", pair))
+    if loaded[1].encode(""):
+        return
+    for kind, request in (("loglikelihood", ("  ", "x")), ("generate_until", ("", {"until": [], "max_gen_toks": 3}))):
+        with pytest.raises(ValueError, match="^a prompt of the task is empty and the tokenizer puts no token before it"):
+            lm.answer(instances(kind, request))
+
+
+def test_odd_texts_are_lm_evals(loaded, hflm):
+    odd = "日本語 🙂 naïve\u2028\x85\0"
+    requests = instances("loglikelihood", (odd, "🙂"), ("a", odd), (odd + " \n", "é"), ("</s>", "</s>"))
+    ours, theirs = (lm.loglikelihood(requests) for lm in (engine_lm(loaded), hflm))
+    assert [value for value, _ in ours] == pytest.approx([value for value, _ in theirs], abs=1e-3)
+    requests = instances("generate_until", *((odd * n, {"until": ["🙂", "er "], "max_gen_toks": 20}) for n in (1, 2, 9)))
+    assert engine_lm(loaded).generate_until(requests) == hflm.generate_until(requests)
+    requests = instances("loglikelihood_rolling", (odd,), ("",))
+    ours, theirs = (lm.loglikelihood_rolling(requests) for lm in (engine_lm(loaded), hflm))
+    assert ours == pytest.approx(theirs, rel=1e-5)
 
 
 def test_shapes_are_what_is_run(loaded):

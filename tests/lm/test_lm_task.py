@@ -2,9 +2,11 @@
 
 import functools
 import json
+import math
 import shutil
 import sys
 
+import numpy as np
 import pytest
 from hydra import compose, initialize_config_dir
 from lm_eval.__main__ import cli_evaluate
@@ -13,7 +15,7 @@ from omegaconf import OmegaConf
 
 from harness import cell
 from harness.config import CONF, register
-from harness.lm_cell import choose_metric
+from harness.lm_cell import choose_metric, plain
 from harness.results import Row
 from tasks.lm_eval import LmEval, unknown_name
 from tests.lm.conftest import DOCS, make_folder
@@ -167,7 +169,135 @@ def test_mistakes_in_a_task_are_one_line(run, task_dir, tmp_path):
     )
     (tmp_path / "none.yaml").write_text("a: 1\n")
     row = run("method=full", f"task.name={tmp_path}/none.yaml")
-    assert row.error == f"task.name={tmp_path}/none.yaml is no lm-eval task file: it needs a line task: <name>"
+    assert (
+        row.error
+        == f"task.name={tmp_path}/none.yaml is no lm-eval task file: it needs a line task: <name>, its own in the folder"
+    )
+
+
+CODE = """
+import random
+
+import datasets
+import numpy as np
+
+
+def values(doc, results):
+    return {"number": np.float32(0.5), "nothing": float("nan"), "flag": np.bool_(True)}
+
+
+def made(tokenizer, max_seq_lengths, **kwargs):
+    docs = [{"text": f"{random.random()} {n}", "length": n} for n in max_seq_lengths for _ in range(3)]
+    return {"test": datasets.Dataset.from_list([doc | {"tokenizer": tokenizer} for doc in docs])}
+
+
+def by_length(doc, results):
+    return {"64": -1.0} | {str(doc["length"]): 0.25}
+"""
+METRIC = "metric_list:\n  - {metric: %s, aggregation: mean, higher_is_better: true}\n"
+
+
+@pytest.fixture
+def write(tmp_path, task_dir):
+    """Writes a generation task with further lines, gives its path."""
+    (tmp_path / "code.py").write_text(CODE)
+    whole = (task_dir / "write.yaml").read_text()
+
+    def go(name: str, lines: str, without: str = "metric_list:") -> str:
+        (tmp_path / f"{name}.yaml").write_text(whole.partition(without)[0].replace("tiny_write", f"tiny_{name}") + lines)
+        return f"task.name={tmp_path}/{name}.yaml"
+
+    return go
+
+
+def test_metrics_of_any_type_are_kept(run, write, tmp_path):
+    brier = write("brier", PICK.format(metric="brier_score"), "output_type")
+    path = write("odd", "process_results: !function code.values\n" + METRIC % "number")
+    row = run("method=full", path, "task.num_samples=2")
+    assert (row.status, row.accuracy, row.metric) == ("ok", 0.5, "number")
+    for line in logged(tmp_path):
+        found = {key.partition(",")[0]: value for key, value in line["metrics"].items()}
+        assert found == {"number": 0.5, "nothing": None, "flag": True}
+    kept = plain({1: (np.int64(1), {"b", "a"}, np.eye(1), math.inf), "text": "a", "other": len})
+    assert json.loads(json.dumps(kept)) == {"1": [1, ["a", "b"], [[1.0]], None], "text": "a", "other": repr(len)}
+    # brier_score's value per document holds an array
+    row = run("method=full", brier, "task.num_samples=3")
+    assert (row.status, row.metric, row.accuracy) == ("ok", "brier_score", None) and row.method_facts["brier_score"] > 0, (
+        row.error
+    )
+
+
+PICK = """output_type: multiple_choice
+doc_to_text: "{{{{text}}}}"
+doc_to_choice: choices
+doc_to_target: label
+metric_list:
+  - {{metric: {metric}}}
+"""
+
+
+def test_a_metric_without_a_number_is_unknown(run, write):
+    path = write("nan", "process_results: !function code.values\n" + METRIC % "nothing")
+    row = run("method=window", "sparsity=0.5", path, "task.num_samples=3")
+    assert (row.status, row.accuracy, row.accuracy_stderr, row.verdict) == ("ok", None, None, None)
+
+
+def test_a_task_that_makes_its_prompts_gets_tokenizer_and_length(run, write, model_dir, tmp_path):
+    """As RULER's do; full and the method see the same ones, and another seed draws others."""
+    lines = "custom_dataset: !function code.made\ntest_split: test\noutput_type: generate_until\ndoc_to_text: '{{text}}'\n"
+    lines += "doc_to_target: '{{tokenizer}}'\ngeneration_kwargs: {max_gen_toks: 4, until: ['e']}\n"
+    path = write("made", lines + "process_results: !function code.by_length\n" + METRIC % 64, "dataset_path")
+    rows, shas = [], []
+    for seed in (0, 1):
+        rows.append(run("method=window", "sparsity=0.2", path, f"seed={seed}", "shape.context_len=96"))
+        lines = logged(tmp_path)
+        assert {answer for line in lines for answer in line["answers"]} == {str(model_dir)}
+        shas.append([line["prompt_sha"] for line in lines])
+    assert shas[0] != shas[1]
+    for row in rows:
+        assert (row.status, row.metric, row.accuracy, row.num_pairs) == ("ok", "96", 0.25, 3), row.error
+
+
+def test_empty_texts_of_a_rolling_task(run, task_dir, tmp_path):
+    """lm-eval scores them 0 and asks the model for nothing; a task of nothing else is refused."""
+    docs = tmp_path / "docs.jsonl"
+    # this tokenizer has a BOS, so what is left out must be the task's own
+    docs.write_text("".join(json.dumps(doc) + "\n" for doc in (DOCS[0], DOCS[1])))
+    task = LmEval(name=f"{task_dir}/stream.yaml", data=str(docs))
+    loaded = task.load()
+
+    class Nothing:
+        def shapes(self, requests):
+            return [] if requests[0].doc_id == self.empty else [([5, 6], 3)]
+
+    lm = Nothing()
+    lm.empty = 0
+    found = task.documents(loaded, lm, 0)
+    assert [(document.max_prompt_len, document.max_new_tokens) for document in found] == [(2, 3), (0, 0)]
+    lm.shapes = lambda requests: []
+    with pytest.raises(ValueError, match="has nothing to score: no document, or empty ones$"):
+        task.documents(loaded, lm, 0)
+
+
+def test_nan_in_the_weights_is_a_status(run, write, model_dir, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype="float32")
+    model.model.layers[1].self_attn.v_proj.weight.data[0, 0] = float("nan")
+    for part in (model, AutoTokenizer.from_pretrained(model_dir)):
+        part.save_pretrained(tmp_path / "broken")
+    row = run(f"model.path={tmp_path}/broken", "method=full", write("write", METRIC % "exact_match"))
+    assert (row.status, row.accuracy) == ("nan", None)
+
+
+def test_documents_that_cannot_be_read_are_one_line(run, task_dir, tmp_path):
+    data, path = tmp_path / "mine.jsonl", f"task.name={task_dir}/pick.yaml"
+    data.touch()
+    row = run("method=full", path, f"task.data={data}")
+    assert (row.status, row.error) == ("invalid", f"task.data={data} has no documents")
+    data.write_text('{"text": 1\n')
+    row = run("method=full", path, f"task.data={data}")
+    assert row.status == "invalid" and "cannot be loaded: An error occurred while generating the dataset; " in row.error
 
 
 def test_names():

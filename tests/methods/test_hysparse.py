@@ -105,6 +105,14 @@ def test_forced_classes_are_kept_and_key(tiny_llama, forced):
     assert set(range(50, 58)) <= held and (set(range(70, 75)) <= held or "proper" not in forced)
 
 
+def test_the_tokenizer_is_read(tiny_llama):
+    method = HySparse(**SMALL, sparsity=0.5, forced=["number"])
+    method.read_tokenizer(ByteTokenizer(), 512)
+    engine = Engine(tiny_llama(), method, batch_size=1, max_prompt_len=100, max_new_tokens=4)
+    engine.prefill(torch.tensor([list(b"7" * 20 + b"." * 80)]))
+    assert set(range(20)) <= set(engine.positions(1)[0, 0].tolist()) and method.facts()["class_prior"] == "lexical"
+
+
 def test_forced_needs_the_classes(tiny_llama):
     with pytest.raises(ValueError, match=r"method.forced=\['number'\] needs the classes of tokens, and there is no tokenizer"):
         engine_of(tiny_llama(), forced=["number"])
@@ -337,10 +345,7 @@ def test_a_fed_token_is_judged_by_class_and_neighbours(tiny_llama):
     engine = Engine(tiny_llama(), method, batch_size=2, max_prompt_len=100, max_new_tokens=5)
     method.weights.prior[3], method.weights.bias[...], method.weights.sense[...] = 9.0, -5.0, 1.0
     engine.prefill(torch.randint(8, 512, (2, 100)))
-    token = torch.tensor([7, 8])
-    method.see_token(token)
-    engine.token.copy_(token)
-    engine._step()
+    engine.score(torch.tensor([[7], [8]]))
     assert method.step["open"].tolist() == [True, False]
     # what the convolution saw: values of the last four tokens and the new one, by position
     layer, values = method.layers[0], method.layers[0].slots.v

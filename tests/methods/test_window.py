@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from harness.engine import Engine
 from methods.base import Spec
+from methods.streaming_llm import StreamingLLM
 from methods.window import Window
+from tasks.base import leading_ids
+from tasks.corpus import corpus_of
 
 CONTEXT, DIM, SCALE = 41, 8, 0.4
 
@@ -75,3 +79,19 @@ def test_nan_stays_in_its_sequence(nan_stays_in_its_sequence):
 
 def test_2000_tokens(stays_constant):
     stays_constant(Window(sparsity=0.8))
+
+
+@pytest.mark.slow
+def test_without_sinks_a_stream_is_lost(smollm2):
+    """Running text of eight times the cache: streaming_llm stays flat, window is worse in every part once it evicts."""
+    corpus, lead = corpus_of(smollm2.tokenizer), leading_ids(smollm2.tokenizer)
+    ids = torch.tensor([lead + corpus.running_ids(1025 - len(lead), 0)])
+    losses = []
+    for cls in (StreamingLLM, Window):
+        method = cls(prefill="stream", sparsity=0.5)
+        engine = Engine(smollm2.model, method, batch_size=1, max_prompt_len=256, max_new_tokens=1)
+        losses.append(-engine.stream(ids)[0].view(8, 128).mean(1))
+        assert method.planned.num_slots <= 128
+    sinks, none = losses
+    assert sinks[4:].mean() < sinks[:4].mean() + 0.3
+    assert (none[1:] > sinks[1:] + 0.3).all()

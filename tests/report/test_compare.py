@@ -62,6 +62,12 @@ def test_pairs_stand_in_the_same_cell():
     assert [(one.row.context_len, other.row.context_len) for one, other in found] == [(4096, 4096), (16384, 16384)]
 
 
+def test_ranks_stand_beside_the_same_number_of_ranks():
+    """Bytes are those of one rank: half of them is no saving."""
+    one, two = Entry(make_row("sparda", 0.8, tp_size=2)), [Entry(make_row(tp_size=size)) for size in (1, 2)]
+    assert pairs([one, Entry(make_row("window", 0.8, task="other"))], two) == [(one, two[1])]
+
+
 def test_the_same_budget_is_preferred():
     ours = entries(make_row("sparda", 0.8), make_row("sparda", 0.5))
     theirs = entries(make_row("window", 0.5), make_row("window", 0.8))
@@ -100,8 +106,9 @@ def test_two_methods_from_the_store(tmp_path, capsys):
         ({"code_hash": "b" * 12}, "code_hash"),
         ({"flags": ["noisy"]}, "full is noisy"),
         ({"decode_impl": "eager"}, "decode_impl graph and eager"),
+        ({"prefill_chunk": 1024}, "prefill_chunk – and 1024"),
     ],
-    ids=["device", "version", "code", "noisy", "loop"],
+    ids=["device", "version", "code", "noisy", "loop", "chunk"],
 )
 def test_times_that_cannot_be_compared_have_no_verdict(tmp_path, capsys, fields, why):
     folders = [write_rows(tmp_path / "a", [slow(0)]), write_rows(tmp_path / "b", [make_row(**fields)])]

@@ -2,10 +2,15 @@
 
 import dataclasses
 import json
+import types
+import typing
 
 import pytest
 
-from harness.report.rows import config_labels, full_command, is_full, load, matrices, overrides_of, row_of
+from harness import compare, reproduce
+from harness.report.advice import ALL_TASKS, views
+from harness.report.card import print_card, print_fitted, print_table
+from harness.report.rows import Entry, Loaded, config_labels, full_command, is_full, load, matrices, overrides_of
 from harness.results import Row
 from tests.report.conftest import make_row, write_rows
 
@@ -47,10 +52,21 @@ def test_what_is_no_row_is_named(tmp_path):
     assert "accuracy='high' is no value of a row" in loaded.notes[-1]
 
 
+def test_a_file_that_was_cut_off_has_its_other_lines(tmp_path):
+    (tmp_path / "rows.jsonl").write_text(make_row().to_json() + "\n" + make_row("window", 0.5).to_json()[:-50])
+    (tmp_path / "latin.json").write_bytes(b'{"status": "caf\xe9"}')
+    loaded = load([tmp_path])
+    assert [entry.row.method for entry in loaded.entries] == ["full"]
+    assert [note.partition(":")[0] for note in loaded.notes] == [
+        "latin.json cannot be read",
+        "rows.jsonl line 2 cannot be read",
+    ]
+
+
 def test_a_row_of_another_version_is_read():
     values = make_row().to_dict() | {"of_tomorrow": 1}
     del values["knobs"]
-    assert row_of(values) == dataclasses.replace(make_row(), knobs={})
+    assert Row.known(values) == dataclasses.replace(make_row(), knobs={})
 
 
 def test_a_value_that_is_no_number_is_unknown(tmp_path):
@@ -144,3 +160,63 @@ def test_matrices_of_a_calibration_wherever_they_are():
         }
     )
     assert found == {"iou": square, "by_length 4096 recall": square}
+
+
+def _odd_values():
+    """One row for each field that may be unknown or 0, with that value in it."""
+    for name, hint in typing.get_type_hints(Row).items():
+        kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        values = [None] * (types.NoneType in kinds) + [0] * bool({int, float} & {*kinds}) + [""] * (str in kinds)
+        for value in values:
+            if name not in ("status", "config_hash"):
+                yield name, value
+
+
+def test_no_unknown_or_zero_breaks_card_or_comparison(capsys):
+    other = make_row("window", 0.5, decode_impl="eager")
+    for name, value in _odd_values():
+        odd = dataclasses.replace(make_row(), **{name: value})
+        print_card(odd, other)
+        print_card(other, odd)
+        print_table([odd, other])
+        for one, two in ((odd, other), (other, odd)):
+            print_fitted(lambda width, pair=(one, two): compare.block(*map(Entry, pair), ("a", "b"), list(pair), width))
+            reproduce.differences(one, two)
+            print_fitted(lambda width, pair=(one, two): reproduce.table(reproduce.drifts(*pair), width))
+    assert "Traceback" not in capsys.readouterr().out
+
+
+def test_no_unknown_or_zero_breaks_the_page():
+    """Each odd row has a view of its own, once beside a sane full and once as full beside sane methods."""
+    pytest.importorskip("plotly")
+    from harness.report.page import page
+
+    rows = []
+    for place, (name, value) in enumerate(_odd_values()):
+        for odd, others in ((), [("window", 0.5), ("window", 0.8)]), (("window", 0.5), [(), ("window", 0.8)]):
+            model = f"{place} {bool(odd)}"
+            rows.append(dataclasses.replace(make_row(*odd, model=model), **{name: value}))
+            rows += [make_row(*words, model=model) for words in others]
+            rows.append(make_row("window", 0.8, model=model, context_len=65536))
+    assert "<table" in page(Loaded([Entry(row) for row in rows]))
+
+
+def test_a_task_with_other_options_is_another_task(tmp_path):
+    """The option stands only in the command."""
+    words = [
+        "task=niah task.num_samples=50",
+        "task=niah task.num_samples=50 task.haystack=facts",
+        "task=lm_eval task.name=gsm8k",
+    ]
+    names = ["niah", "niah", "lm_eval:gsm8k"]
+    rows = [
+        make_row(reproduce=f"python run.py {word}", task=name, seed=place)
+        for place, (word, name) in enumerate(zip(words, names, strict=True))
+    ]
+    loaded = load([write_rows(tmp_path, rows)])
+    assert sorted(entry.row.task for entry in loaded.entries) == ["lm_eval:gsm8k", "niah", "niah haystack=facts"]
+    assert len({view.task for view in views(loaded.entries)} - {ALL_TASKS}) == 3
+    with pytest.raises(ValueError, match="task niah and niah haystack=facts"):
+        compare.pairs(
+            *([entry for entry in loaded.entries if entry.row.task == name] * 2 for name in ("niah", "niah haystack=facts"))
+        )

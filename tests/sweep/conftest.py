@@ -34,7 +34,7 @@ CHILD = textwrap.dedent(
         time.sleep(600)
     if fate == "slow":
         time.sleep(1)
-    row["status"] = fate if fate in ("nan", "oom_prefill", "oom_decode") else "ok"
+    row["status"] = fate if fate in ("nan", "oom_prefill", "oom_decode", "invalid") else "ok"
     row |= {"kv_resident_bytes": 200, "kv_predicted_bytes": 200, "kv_kept_ratio": 0.2, "accuracy": 0.75, "duration_s": 2.0}
     for target in (folder / "row.json", pathlib.Path("outputs/rows") / (row["config_hash"] + ".json")):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -145,6 +145,21 @@ def test_duplicates_run_once_and_impossible_cells_are_rows(sweeps, capfd):
     assert sweeps.ran() == ["full None 300"]
 
 
+def test_a_cell_that_turns_out_invalid_is_a_failure(sweeps, capfd):
+    """The plan saw nothing wrong with it: the exit code must tell."""
+    sweeps.fates = {"window": "invalid"}
+    code = sweeps.cli("method=full,window")
+    summary = last_json(capfd.readouterr().out)
+    assert (code, summary["ok"], summary["invalid"]) == (1, 1, 1)
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(sweeps, capfd):
+    (sweeps.folder / "outputs").write_text("a file where the folder should be")
+    assert sweeps.cli("method=full,window") == 1
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: results cannot be written") and sweeps.ran() == []
+
+
 def test_sweep_folder_of_the_users_choice_twice(sweeps, capfd):
     assert sweeps.cli("method=full,window", "hydra.sweep.dir=mine") == 0
     assert last_json(capfd.readouterr().out) == {"ok": 2, "sweep_dir": "mine"}
