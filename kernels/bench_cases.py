@@ -428,6 +428,44 @@ def block_sparse(num_kv_heads: int, length: int, wanted: dict[float, float | Non
     return Problem(make, runs, targets, num_sets=1)
 
 
+def regrouped(num_kv_heads: int, length: int, wanted: dict[float, float | None], block_size: int = 64) -> Problem:
+    """Rows and keys in a random order of blocks, random lists per KV head."""
+    from kernels.prefill_attention import lists_of
+    from kernels.rows_attention import rows_attention
+
+    num_blocks = length // block_size
+
+    def make() -> dict:
+        s = make_prefill(num_kv_heads, length)
+        blocks = torch.randperm(num_blocks, device=DEVICE)
+        s["order"] = (blocks[:, None] * block_size + torch.arange(block_size, device=DEVICE)).flatten().int()
+        causal = blocks <= blocks[:, None]
+        for share in wanted:
+            mask = torch.rand(1, num_kv_heads, num_blocks, num_blocks, device=DEVICE) < share
+            mask |= torch.eye(num_blocks, dtype=torch.bool, device=DEVICE)
+            s[share] = lists_of(mask & causal)
+        return s
+
+    def sparse(share: float) -> Callable:
+        def call(s: dict, config: dict | None = None) -> Tensor:
+            order = s["order"]
+            return rows_attention(
+                s["q"], s["k"], s["v"], order, order, s[share], block_size, SCALE, "triton", config=config
+            )  # fmt: skip
+
+        return call
+
+    runs = {"sdpa cudnn": dense_prefills(length)["sdpa cudnn"]}
+    for share in wanted:
+        runs[f"keep {share:.0%}"] = Run(sparse(share), tflop=prefill_tflop(length, share), ours=True, config=sparse(share))
+    targets = [
+        Target("x cudnn dense", faster(f"keep {share:.0%}", "sdpa cudnn"), bound, run=f"keep {share:.0%}")
+        for share, bound in wanted.items()
+        if bound
+    ]
+    return Problem(make, runs, targets, num_sets=1)
+
+
 def summed_columns(num_kv_heads: int, length: int) -> Problem:
     from kernels.column_sums import column_sums
     from kernels.prefill_attention import prefill_attention
@@ -585,6 +623,7 @@ def cases(with_flex: bool = False) -> list[Case]:
             "prefill_attention", "16k block sparse", lambda: block_sparse(8, 16384, {0.5: 1.6, 0.25: 3.0, 0.1: None}), main=True
         ),
         Case("prefill_attention", "32k block sparse", lambda: block_sparse(8, 32768, {0.5: 1.6, 0.25: 3.0, 0.1: None})),
+        Case("rows_attention", "16k", lambda: regrouped(8, 16384, {0.5: None, 0.25: None}), main=True),
         Case("column_sums", "16k", lambda: summed_columns(8, 16384), main=True),
         Case("column_sums", "32k", lambda: summed_columns(8, 32768)),
         Case("select", "8x32k keep 20%", lambda: selected(8, 32768, 0.2, 20.0), main=True),

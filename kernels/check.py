@@ -27,6 +27,7 @@ HEAD_DIMS = {
     "prefill_attention": "16, 32, 64, 128, 256",
     "quantize": "64, 128, 256",
     "rope_append": "powers of two",
+    "rows_attention": "16, 32, 64, 128, 256",
 }
 NOTES = {"prefill_attention": "dense prefill runs impl=sdpa"}
 

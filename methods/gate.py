@@ -3,7 +3,7 @@
 logit = bias + prior of the token's class + sense * sensitivity + attention * log2(attention received / uniform attention)
 
 g = sigmoid(logit); a token is gated in where g >= 0.5. The same in prefill and in a step, except that a token that was only
-just fed has received nothing yet and counts as average (0).
+just fed has received nothing yet and counts as the average token of its prompt.
 """
 
 import json
@@ -94,7 +94,7 @@ class Gate(nn.Module):
         padded = nn.functional.pad(values, (0, 0, self.KERNEL, 0))
         return torch.stack([padded[self.KERNEL - i : len(padded) - i] for i in range(1, self.KERNEL + 1)], 1)
 
-    def forward(self, classes: Tensor, sensitivity: Tensor, received: Tensor | float = 0.0) -> Tensor:
+    def forward(self, classes: Tensor, sensitivity: Tensor, received: Tensor) -> Tensor:
         """Logits [...] from class ids [...], sensitivity [...] and log2 of the attention received, relative to uniform."""
         return self.bias + self.prior[classes] + self.sense * sensitivity + self.attention * received
 

@@ -13,7 +13,8 @@ skipped costs nothing and nothing counts twice (kernels/rows_attention); the win
 Cache: the `num_sinks` first and `window` last tokens, then forced classes, then by g as far as the budget reaches, so that key
 tokens come first; a budget below key_fraction holds only the best of them. The rest is dropped for good.
 Decode: answer_full=true reads every slot in each step. Otherwise only a token that is gated in does; the others read the window
-and the best and worst blocks of slots. A fed token has received no attention yet, so its class and its value decide.
+and the best and worst blocks of slots. A fed token has received no attention yet and counts as the prompt's average, so that
+its class and its value decide.
 In chunks (shape.prefill_chunk) all layers attend densely, since the gate is known only with the last chunk.
 
 The name belongs to a paper too (HySparse, arXiv 2602.03560): a pretraining architecture in which a full layer chooses blocks
@@ -38,6 +39,7 @@ from methods.gate import CLASSES, Gate, relative_attention, token_classes
 from methods.scoring import pool_neighbours, reduced
 
 INDEX_BYTES, OFFSET_BYTES = 4, 8  # int32 position of a kept token, int64 per sequence
+FED_BYTES = 12  # class of the token that a step feeds, int64, and what it counts as having received, fp32
 BLOCKS = (64, 128)
 MONITOR_STEPS = 16  # steps before the gate rate of a sequence is judged
 
@@ -162,7 +164,7 @@ class HySparse(Budgeted):
             )
         others = [layer for layer in range(spec.num_layers) if layer not in kept]
         fixed = spec.batch_size * (sum(self.fixed_bytes(spec).values()) + Monitor.SEQUENCE_BYTES)
-        fixed += spec.batch_size * OFFSET_BYTES * (1 + len(set(kept.values()))) + spec.batch_size * torch.int64.itemsize
+        fixed += spec.batch_size * (OFFSET_BYTES * (1 + len(set(kept.values()))) + FED_BYTES)
         for layer, size in kept.items():
             fixed += sum(self.held_bytes(spec, size, [layer]).values())
             fixed += spec.batch_size * self.num_blocks(spec, size) * self.block_bytes(spec)
@@ -191,7 +193,7 @@ class HySparse(Budgeted):
         common = next((size for layer, size in enumerate(sizes) if layer not in own), max(sizes))
         ledger, read = Counter(self.fixed_bytes(spec)), 0
         ledger["monitor"] += batch * Monitor.SEQUENCE_BYTES
-        ledger["gate"] += batch * torch.int64.itemsize
+        ledger["gate"] += batch * FED_BYTES
         steps = range(1, spec.max_new_tokens + 1)
         for size in set(sizes):
             layers = [layer for layer, held in enumerate(sizes) if held == size]
@@ -236,8 +238,9 @@ class HySparse(Budgeted):
             self.trained = True
         self.weights.to(device)
         self.monitor = Monitor(batch, device)
-        # class of the token that a step feeds, 0 ("other") unless see_token is told
+        # class of the token that a step feeds, 0 ("other") unless see_token is told; mean attention received in the prompt
         self.fed = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.average = torch.zeros(batch, device=device)
         if self.reads_lists and self.token_classes is not None:
             self.class_table = self.classes().to(device)
 
@@ -257,7 +260,7 @@ class HySparse(Budgeted):
         table = [] if self.class_table is None else [self.class_table]
         return {
             "index": [*self.index.values(), *self.offset.values()],
-            "gate": [*self.weights.parameters(), self.fed, *table],
+            "gate": [*self.weights.parameters(), self.fed, self.average, *table],
             "monitor": self.monitor.tensors(),
         }
 
@@ -315,7 +318,9 @@ class HySparse(Budgeted):
             self.sensitivity = self.sense(values, self.weights.before(values))
         if layer_idx != self.layer:
             return
-        logits = self.weights(self.prompt_classes, self.sensitivity, self.received(q, k))
+        received = self.received(q, k)
+        self.average[seq] = received.mean()
+        logits = self.weights(self.prompt_classes, self.sensitivity, received)
         self.key_tokens, forced = self.keys_of(logits)
         low, high = self.monitor_range
         gated_in = logits >= 0
@@ -405,7 +410,7 @@ class HySparse(Budgeted):
 
     def open_gate(self, values: Tensor, earlier: Tensor) -> None:
         """Decide for this step from layer 0's values [B, C] of the fed token and those before it [B, KERNEL, C]."""
-        gated_in = self.weights(self.fed, self.sense(values, earlier)) >= 0
+        gated_in = self.weights(self.fed, self.sense(values, earlier), self.average) >= 0
         self.step["open"] = self.monitor.saw_step(gated_in, self.step["seen"], *self.monitor_range)
 
     def slot_of(self, seen: Tensor) -> Tensor:

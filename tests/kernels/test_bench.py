@@ -50,6 +50,7 @@ TOY = {
     "appended_quant": lambda: bench_cases.appended_quant(1, 1, ("fp8", "int8", "int4")),
     "dense_prefill": lambda: bench_cases.dense_prefill(2, 128),
     "block_sparse": lambda: bench_cases.block_sparse(2, 128, {0.5: 1.6, 0.25: 3.0}, block_size=32),
+    "regrouped": lambda: bench_cases.regrouped(2, 128, {0.5: None}, block_size=32),
     "summed_columns": lambda: bench_cases.summed_columns(2, 128),
     "selected": lambda: bench_cases.selected(2, 512, 0.2, 20.0),
     "compacted": lambda: bench_cases.compacted(1, 2, 64, 0.25),

@@ -86,6 +86,8 @@ def test_the_gate_ranks_as_counted_from_full_attention(tiny_llama):
         expected.append(weight[2] + prior + weight[0] * sensitivity + weight[1] * (pooled[j] * 101).log2().clamp(-12, 12))
     expected = torch.stack(expected)
     assert (seen["classes"] == ids[0] % 4).all()
+    average = torch.stack([(pooled[j] * 101).log2().clamp(-12, 12) for j in range(101)]).mean()
+    assert abs(float(method.average[0]) - average) < 1e-3
     order = [int(j) for j in expected.argsort(descending=True) if 4 <= j < 93]
     kept = sorted([*range(4), *order[: method.planned.kept - 12], *range(93, 101)])
     assert layers.positions(engine.seen)[0, 0, : len(kept)].tolist() == kept
@@ -345,8 +347,11 @@ def test_a_fed_token_is_judged_by_class_and_neighbours(tiny_llama):
     engine = Engine(tiny_llama(), method, batch_size=2, max_prompt_len=100, max_new_tokens=5)
     method.weights.prior[3], method.weights.bias[...], method.weights.sense[...] = 9.0, -5.0, 1.0
     engine.prefill(torch.randint(8, 512, (2, 100)))
-    engine.score(torch.tensor([[7], [8]]))
-    assert method.step["open"].tolist() == [True, False]
+    # that of the prompt counts: both are open if it was far above uniform
+    for average, expected in ((9.0, [True, True]), (0.0, [True, False])):
+        method.average.fill_(average)
+        engine.score(torch.tensor([[7], [8]]))
+        assert method.step["open"].tolist() == expected
     # what the convolution saw: values of the last four tokens and the new one, by position
     layer, values = method.layers[0], method.layers[0].slots.v
     last = method.step[f"slot {layer.size}"]
@@ -354,7 +359,7 @@ def test_a_fed_token_is_judged_by_class_and_neighbours(tiny_llama):
     for seq in range(2):
         rows = [values[seq, :, int(last[seq]) - i].flatten() for i in range(1, 5)]
         assert torch.equal(earlier[seq], torch.stack(rows))
-    assert engine.positions(0)[0, 0, int(last[0]) - 4 : int(last[0])].tolist() == list(range(96, 100))
+    assert engine.positions(0)[0, 0, int(last[0]) - 4 : int(last[0])].tolist() == list(range(97, 101))
 
 
 @pytest.mark.parametrize(("bias", "rate"), ((99.0, 1.0), (-99.0, 0.0)), ids=("open", "shut"))
