@@ -28,6 +28,7 @@ def method_of(name, kv_dtype, sparsity=0.3):
     """The method with knobs that suit small shapes; skips where it stores one dtype only."""
     known = {field.name for field in dataclasses.fields(METHODS[name])}
     knobs = {"kv_dtype": kv_dtype, "sparsity": sparsity, "predict_layers": [0], "window": 4}
+    knobs |= {"gate_layer": 0, "dense_layers": 1}
     try:
         return METHODS[name](**{key: value for key, value in knobs.items() if key in known})
     except ValueError as err:
