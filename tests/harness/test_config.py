@@ -112,7 +112,7 @@ MISTAKES = [
     ("method=full -m seed=1", "flags such as -m stand before or after all overrides"),
     ("-m method=full,windw", "unknown method 'windw': did you mean window?"),
     ("-m method=full seed=0,1 sparsity=0.1,1.2", "sparsity=1.2 is outside [0, 1)"),
-    ("-m method=glob(x*)", "method=glob(x*) matches no method; all of them: fp8, full, "),
+    ("-m method=glob(x*)", "method=glob(x*) matches no method; all of them: flash_lite, fp8, full, "),
     ("plan=onyl", "plan=onyl is unknown: did you mean only? Valid: run, only"),
     ("rerun=fail", "rerun=fail is unknown: did you mean failed? Valid: missing, failed, all"),
     ("cell_timeout_s=0", "cell_timeout_s=0.0 is too small: give seconds above 0"),
