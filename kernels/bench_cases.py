@@ -393,6 +393,21 @@ def dense_prefill(num_kv_heads: int, length: int) -> Problem:
     return Problem(lambda: make_prefill(num_kv_heads, length), ours | dense_prefills(length), num_sets=1)
 
 
+def against_dense(
+    make: Callable[[], dict], sparse: Callable[[float], Callable], length: int, wanted: dict[float, float | None]
+) -> Problem:
+    """Shares of a prompt's attention against all of it; sparse(share) is the run, `wanted` its least speed-up or None."""
+    runs = {"sdpa cudnn": dense_prefills(length)["sdpa cudnn"]}
+    for share in wanted:
+        runs[f"keep {share:.0%}"] = Run(sparse(share), tflop=prefill_tflop(length, share), ours=True, config=sparse(share))
+    targets = [
+        Target("x cudnn dense", faster(f"keep {share:.0%}", "sdpa cudnn"), bound, run=f"keep {share:.0%}")
+        for share, bound in wanted.items()
+        if bound
+    ]
+    return Problem(make, runs, targets, num_sets=1)
+
+
 def block_sparse(num_kv_heads: int, length: int, wanted: dict[float, float | None], block_size: int = 128) -> Problem:
     """Random lists per query head, the own block and the first always kept."""
     from kernels.prefill_attention import lists_of, prefill_attention
@@ -417,15 +432,7 @@ def block_sparse(num_kv_heads: int, length: int, wanted: dict[float, float | Non
 
         return call
 
-    runs = {"sdpa cudnn": dense_prefills(length)["sdpa cudnn"]}
-    for share in wanted:
-        runs[f"keep {share:.0%}"] = Run(sparse(share), tflop=prefill_tflop(length, share), ours=True, config=sparse(share))
-    targets = [
-        Target("x cudnn dense", faster(f"keep {share:.0%}", "sdpa cudnn"), bound, run=f"keep {share:.0%}")
-        for share, bound in wanted.items()
-        if bound
-    ]
-    return Problem(make, runs, targets, num_sets=1)
+    return against_dense(make, sparse, length, wanted)
 
 
 def regrouped(num_kv_heads: int, length: int, wanted: dict[float, float | None], block_size: int = 64) -> Problem:
@@ -455,15 +462,7 @@ def regrouped(num_kv_heads: int, length: int, wanted: dict[float, float | None],
 
         return call
 
-    runs = {"sdpa cudnn": dense_prefills(length)["sdpa cudnn"]}
-    for share in wanted:
-        runs[f"keep {share:.0%}"] = Run(sparse(share), tflop=prefill_tflop(length, share), ours=True, config=sparse(share))
-    targets = [
-        Target("x cudnn dense", faster(f"keep {share:.0%}", "sdpa cudnn"), bound, run=f"keep {share:.0%}")
-        for share, bound in wanted.items()
-        if bound
-    ]
-    return Problem(make, runs, targets, num_sets=1)
+    return against_dense(make, sparse, length, wanted)
 
 
 def summed_columns(num_kv_heads: int, length: int) -> Problem:

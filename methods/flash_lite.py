@@ -28,20 +28,17 @@ Pooled products as block scores follow MInference (arXiv 2407.02490), a head dis
 """
 
 import dataclasses
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from kernels.prefill_attention import lists_of, prefill_attention
 from kernels.select import select
 from methods.base import KVLayer, Method, Plan, Spec
 from methods.calibration import model_file
-from methods.scoring import SelectorMLP
 from methods.slots import DTYPES
+from methods.trained import TrainedPart
 
 BLOCK = 128  # tokens of a block, of queries and of keys
 KV_GROUPS = (16, 32, 64)
@@ -354,7 +351,7 @@ def block_mask(scores: Tensor, skip: float, cap: float) -> Tensor:
     return causal & ~(skipped & ~back)
 
 
-class BlockHead(nn.Module):
+class BlockHead(TrainedPart):
     """Small trained correction of the block scores: per sparse layer and head, a product of two low-rank projections.
 
     Queries are pooled means [Hq, n, D], keys key_features [Hkv, n, 3 D]. Untrained it adds zero. Trained by
@@ -362,6 +359,7 @@ class BlockHead(nn.Module):
     """
 
     RANK = 16
+    knob, misfit = "method.selector=head", "is not for this model's heads"
 
     def __init__(self, num_layers: int, num_q_heads: int, num_kv_heads: int, head_dim: int):
         super().__init__()
@@ -377,27 +375,6 @@ class BlockHead(nn.Module):
         """What the place-th sparse layer adds to its scores, [Hq, n, n]."""
         q = (q @ self.q[place]).unflatten(0, (len(features), -1))
         return (q @ (features @ self.k[place])[:, None].mT).flatten(0, 1)
-
-    save = SelectorMLP.save
-
-    def load(self, path: str | Path, facts: dict) -> None:
-        """Weights from a file; ValueError with one line when it was trained for other settings or another model."""
-        with safe_open(path, framework="pt") as file:
-            made_for = json.loads(file.metadata()["facts"])
-            for name, value in facts.items():
-                if made_for.get(name) != value:
-                    raise ValueError(
-                        f"method.selector=head: {path} was trained for {name}={made_for.get(name)}, not {value}: set "
-                        f"method.{name}={made_for.get(name)}, or train again with python -m harness.train_heads"
-                    )
-            weights = {name: file.get_tensor(name) for name in file.keys()}
-        for name, own in self.state_dict().items():
-            if name not in weights or weights[name].shape != own.shape:
-                raise ValueError(
-                    f"method.selector=head: {path} is not for this model's heads {tuple(own.shape)}: "
-                    "train one with python -m harness.train_heads"
-                )
-        self.load_state_dict(weights)
 
 
 class SparseLayer(KVLayer):

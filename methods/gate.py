@@ -6,13 +6,10 @@ g = sigmoid(logit); a token is gated in where g >= 0.5. The same in prefill and 
 just fed has received nothing yet and counts as the average token of its prompt.
 """
 
-import json
-from pathlib import Path
-
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from methods.trained import TrainedPart
 
 CLASSES = ("other", "content", "proper", "number")
 # words of four letters and more that carry no content
@@ -51,7 +48,7 @@ def token_classes(tokenizer, vocab_size: int) -> bytes:
     return known + bytes(vocab_size - len(known))
 
 
-class Gate(nn.Module):
+class Gate(TrainedPart):
     """Weights in fp32: training-free as made, trained by `python -m harness.train_heads`.
 
     channels: values of one token over all KV heads. The depthwise convolution over the KERNEL tokens before says what a token's
@@ -59,6 +56,7 @@ class Gate(nn.Module):
     """
 
     KERNEL = 4
+    knob, misfit = "method.gate", "holds no gate of this model"
 
     def __init__(self, channels: int):
         super().__init__()
@@ -97,28 +95,6 @@ class Gate(nn.Module):
     def forward(self, classes: Tensor, sensitivity: Tensor, received: Tensor) -> Tensor:
         """Logits [...] from class ids [...], sensitivity [...] and log2 of the attention received, relative to uniform."""
         return self.bias + self.prior[classes] + self.sense * sensitivity + self.attention * received
-
-    def save(self, path: Path, facts: dict) -> None:
-        """Weights with the facts that they hold for, and where they come from."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}
-        save_file(tensors, path, {"facts": json.dumps(facts)})
-
-    def load(self, path: str | Path, facts: dict) -> None:
-        """Weights from a file; ValueError with one line when it was trained for other settings."""
-        with safe_open(path, framework="pt") as file:
-            made_for = json.loads((file.metadata() or {}).get("facts", "{}"))
-            for name, value in facts.items():
-                if made_for.get(name) != value:
-                    raise ValueError(
-                        f"method.gate: {path} was trained for {name}={made_for.get(name)}, not {value}: set "
-                        f"method.{name}={made_for.get(name)}, or train again with python -m harness.train_heads"
-                    )
-            weights = {name: file.get_tensor(name) for name in file.keys()}
-        own = self.state_dict()
-        if {name: x.shape for name, x in weights.items()} != {name: x.shape for name, x in own.items()}:
-            raise ValueError(f"method.gate: {path} holds no gate of this model: train one with python -m harness.train_heads")
-        self.load_state_dict(weights)
 
 
 def relative_attention(mass: Tensor, num_seen: int) -> Tensor:

@@ -3,16 +3,13 @@
 `mass` is [P, ..., Hkv, T] fp32: attention mass per query, of P predictor layers, each KV head's query group already reduced.
 """
 
-import json
 import math
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from methods.base import Spec
+from methods.trained import TrainedPart
 
 TINY = 1e-6  # attention below one in a million counts as none where a logarithm is taken
 
@@ -101,13 +98,14 @@ class StepScores:
         self.smoothed.lerp_(scores.masked_fill(~self.exists(lengths), 0), ema)
 
 
-class SelectorMLP(nn.Module):
+class SelectorMLP(TrainedPart):
     """Small trained correction: score = fused score * exp(MLP of every head's mass, and of its pooled mass, per key).
 
     Untrained its last layer is zero and the score is the fused score itself. Trained by `python -m harness.train_heads`.
     """
 
     HIDDEN = 32
+    knob, misfit = "method.selector=mlp", "holds no selector of this model"
 
     def __init__(self, num_layers: int, num_kv_heads: int, pool: int):
         super().__init__()
@@ -132,21 +130,3 @@ class SelectorMLP(nn.Module):
     def forward(self, fused: Tensor, mass: Tensor) -> Tensor:
         """Corrected scores [..., T] from the fused ones and mass."""
         return fused * self.correction(mass).clamp(-20, 20).exp()
-
-    def save(self, path: Path, facts: dict) -> None:
-        """Weights with the facts that they hold for, and where they come from."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}
-        save_file(tensors, path, {"facts": json.dumps(facts)})
-
-    def load(self, path: str | Path, facts: dict) -> None:
-        """Weights from a file; ValueError with one line when it was trained for other settings."""
-        with safe_open(path, framework="pt") as file:
-            made_for = json.loads(file.metadata()["facts"])
-            for name, value in facts.items():
-                if made_for.get(name) != value:
-                    raise ValueError(
-                        f"method.selector=mlp: {path} was trained for {name}={made_for.get(name)}, not {value}: set "
-                        f"method.{name}={made_for.get(name)}, or train again with python -m harness.train_heads"
-                    )
-            self.load_state_dict({name: file.get_tensor(name) for name in file.keys()})

@@ -1,7 +1,5 @@
 """Trains flash_lite's block head: its scores shall rank blocks of keys as full attention's own mass does."""
 
-import copy
-import sys
 from dataclasses import dataclass
 
 import torch
@@ -10,13 +8,13 @@ from torch import Tensor, nn
 from harness.calibrate import attention_to, mean
 from harness.config import ConfigError
 from harness.probe import look_into
+from harness.trainers.common import HELD_OUT, fit, split
 from methods.base import Spec
 from methods.flash_lite import BLOCK, BlockHead, FlashLite, block_mask, key_features, pooled_keys, pooled_mean, scores_of
 from tasks.base import Sample
 
-HELD_OUT = 4  # every fourth sample
+FILE = "flash_lite_head.safetensors"
 LEARNING_RATE = 3e-3
-CHECK_EVERY = 25
 SKIPS = (0.25, 0.5, 0.75)
 # the first row of blocks with two that may be left out, so that there is a choice
 FIRST_ROW = 3
@@ -53,46 +51,26 @@ def train_flash_lite(
         raise ConfigError(
             f"{len(long_enough)} of {len(samples)} samples have more than {FIRST_ROW * BLOCK} tokens: use at least {HELD_OUT}"
         )
-    lessons = [lesson_of(method, loaded, own, sample) for own, sample in long_enough]
-    train, held_out = [lesson for i, lesson in enumerate(lessons) if i % HELD_OUT], lessons[::HELD_OUT]
-    head = BlockHead(len(layers), spec.num_q_heads, spec.num_kv_heads, spec.head_dim).to(lessons[0].q.device)
+    train, held_out = split([lesson_of(method, loaded, own, sample) for own, sample in long_enough], len(samples))
+    head = BlockHead(len(layers), spec.num_q_heads, spec.num_kv_heads, spec.head_dim).to(train[0].q.device)
 
     def scores(lesson: Lesson) -> Tensor:
         added = [head(place, q, features) for place, (q, features) in enumerate(zip(lesson.q, lesson.features, strict=True))]
         return lesson.scores + torch.stack(added)
 
-    def held_out_mass() -> dict[str, float]:
-        with torch.no_grad():
-            found = [(scores(lesson), lesson.mass) for lesson in held_out]
+    def held_out_mass() -> dict[str, float | None]:
+        found = [(scores(lesson), lesson.mass) for lesson in held_out]
         return {
             f"prefill_skip {skip}": mean(kept_mass(own, mass, skip, method.skip_cap) for own, mass in found) for skip in SKIPS
         }
 
-    before = best = held_out_mass()
-    best_state = None
-    optimizer = torch.optim.AdamW(head.parameters(), lr=LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    for step in range(steps):
-        lesson = train[step % len(train)]
-        loss = loss_of(scores(lesson), lesson.mass)
-        optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if (step + 1) % CHECK_EVERY == 0 or step + 1 == steps:
-            now = held_out_mass()
-            print(
-                f"step {step + 1}: loss {loss.item():.3f}, held-out mass {mean(now.values()):.4f}", file=sys.stderr, flush=True
-            )
-            if mean(now.values()) > mean(best.values()):
-                best, best_state = now, copy.deepcopy(head.state_dict())
+    def loss(lesson: Lesson) -> Tensor:
+        return loss_of(scores(lesson), lesson.mass)
+
+    before, best, helped = fit(head, train, loss, held_out_mass, "mass", steps=steps, learning_rate=LEARNING_RATE)
     measure = "attention mass that the mask keeps"
-    summary = {"samples": len(lessons), "measure": measure, "untrained": before, "trained": best, "facts": method.head_facts()}
-    if best_state is None:
-        return "flash_lite_head.safetensors", summary, None
-    head.load_state_dict(best_state)
-    return "flash_lite_head.safetensors", summary, head
+    summary = {"samples": len(train) + len(held_out), "measure": measure, "untrained": before, "trained": best}
+    return FILE, summary | {"facts": method.head_facts()}, head if helped else None
 
 
 def lesson_of(method: FlashLite, loaded, spec: Spec, sample: Sample) -> Lesson:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.rows_attention.api import NO_KEY
+
 
 def rows_attention(
     q: Tensor,
@@ -30,7 +32,7 @@ def rows_attention(
         places = torch.arange(longest, device=q.device)
         live = places < count[:, :, i, None]  # [B, Hkv, M]
         listed = index[:, :, i, :longest].masked_fill(~live, 0)
-        there = key_positions[listed].masked_fill(~live[..., None], torch.iinfo(torch.int32).max).flatten(2)  # [B, Hkv, N]
+        there = key_positions[listed].masked_fill(~live[..., None], NO_KEY).flatten(2)  # [B, Hkv, N]
         seen = (there[:, :, None] <= own[i][:, None])[:, :, None]  # [B, Hkv, 1, block, N]
         taken, weighed = (x[sequences, heads, listed].flatten(2, 3)[:, :, None] for x in (keys, values))
         logits = (rows[:, :, :, i] @ taken.mT * scale).masked_fill(~seen, -torch.inf)
