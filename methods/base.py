@@ -178,9 +178,10 @@ class Method:
         return facts | {"head_bits": ["".join(map(str, layer)) for layer in self.bits]} if self.head_bits else facts
 
     def stamp(self) -> str:
-        """memory_class as the row may state it once bound: what takes no fewer bytes than the dense cache in the model's dtype
+        """memory_class as the row may state it, once bound.
 
-        has freed nothing, whatever the method does to longer prompts (int4's tail, tiles, a budget that covers the prompt).
+        What takes no fewer bytes than the dense cache in the model's dtype has freed nothing, whatever the method does to
+        longer prompts (int4's tail, tiles, a budget that covers the prompt).
         """
         dense = self.spec.full_bytes(name_of(self.spec.dtype)) - self.spec.other_bytes
         return "none" if self.memory_class == "freed" and self.planned.resident_bytes >= dense else self.memory_class

@@ -25,9 +25,10 @@ EPS = 1e-6
 
 
 def class_of(text: str) -> str:
-    """Class of a token's text by cheap rules: any digit is a number; a capital followed by small letters a proper noun, also
+    """Class of a token's text by cheap rules.
 
-    at the start of a sentence; four letters and more, if no function word, content.
+    Any digit makes a number; a capital followed by small letters a proper noun, also at the start of a sentence; four letters
+    and more, if no function word, content.
     """
     word = text.strip()
     if any(char.isdigit() for char in word):

@@ -36,9 +36,9 @@ from kernels.select import select
 from methods.base import Budgeted, KVLayer, Plan, Spec
 from methods.calibration import calibrated, model_file
 from methods.gate import CLASSES, Gate, relative_attention, token_classes
+from methods.kept import INDEX_BYTES, OFFSET_BYTES, held_positions
 from methods.scoring import pool_neighbours, reduced
 
-INDEX_BYTES, OFFSET_BYTES = 4, 8  # int32 position of a kept token, int64 per sequence
 FED_BYTES = 12  # class of the token that a step feeds, int64, and what it counts as having received, fp32
 BLOCKS = (64, 128)
 MONITOR_STEPS = 16  # steps before the gate rate of a sequence is judged
@@ -424,12 +424,7 @@ class HySparse(Budgeted):
 
     def held(self, size: int, seen: Tensor) -> Tensor:
         """True position in each slot of the layers that keep `size` tokens of a prompt, [B, C], -1 where empty."""
-        slots = torch.arange(size + self.planned.headroom, device=seen.device)
-        later = slots + self.offset[size][:, None]
-        held = torch.cat([self.index[size].long(), later[:, size:]], dim=1)
-        # a short prompt leaves index entries at -1; the tokens after it lie at slot + offset
-        held = torch.where(held < 0, later, held)
-        return torch.where(slots < (seen - self.offset[size])[:, None], held, -1)
+        return held_positions(self.index[size][:, None], self.offset[size], size + self.planned.headroom, seen)[:, 0]
 
 
 class GatedLayer(KVLayer):

@@ -40,6 +40,20 @@ def empty_index(method: Method, num_heads: int) -> Tensor:
     return torch.full(shape, -1, dtype=torch.int32, device=method.spec.device)
 
 
+def held_positions(index: Tensor, offset: Tensor, num_slots: int, seen: Tensor) -> Tensor:
+    """True position in each slot of kept tokens and the later ones behind them, [B, H, num_slots], -1 where empty.
+
+    Args:
+        index: [B, H, kept] true positions, -1 where empty; offset [B]: position of a later token less its slot; seen [B].
+    """
+    slots = torch.arange(num_slots, device=seen.device)
+    later = (slots + offset[:, None])[:, None].expand(-1, index.shape[1], -1)
+    held = torch.cat([index.long(), later[..., index.shape[2] :]], dim=2)
+    # a short prompt leaves index entries at -1; the tokens after it lie at slot + offset
+    held = torch.where(held < 0, later, held)
+    return torch.where(slots < (seen - offset)[:, None, None], held, -1)
+
+
 class KeptLayer(KVLayer):
     """Stores what choose() names and remembers it in `index` [B, Hkv or 1, kept] int32: true positions, -1 where empty."""
 
@@ -64,13 +78,7 @@ class KeptLayer(KVLayer):
 
     def positions(self, seen: Tensor) -> Tensor:
         method = self.method
-        slots = torch.arange(method.planned.num_slots, device=seen.device)
-        later = (slots + method.offset[:, None])[:, None]  # [B, 1, C]
-        heads = self.index.shape[1]
-        held = torch.cat([self.index.long(), later[..., method.planned.kept :].expand(-1, heads, -1)], dim=2)
-        # a short prompt leaves index entries at -1; the tokens after it lie at slot = position
-        held = torch.where(held < 0, later, held)
-        held = torch.where(slots < (seen - method.offset)[:, None, None], held, -1)
+        held = held_positions(self.index, method.offset, method.planned.num_slots, seen)
         return held.expand(-1, method.spec.num_kv_heads, -1)
 
     def tensors(self) -> dict[str, list[Tensor]]:

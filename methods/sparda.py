@@ -25,9 +25,9 @@ from kernels.compact import compact
 from kernels.select import select as select_best
 from methods.base import Budgeted, KVLayer, Plan, Spec
 from methods.calibration import calibrated, model_file
+from methods.kept import INDEX_BYTES, held_positions
 from methods.scoring import SelectorMLP, StepScores, fused_scores, page_scores, reduced
 
-INDEX_BYTES = torch.int32.itemsize
 BUCKET = 64  # batching=bucket rounds what a prompt keeps up to a multiple of this
 CHOICES = {
     "select": ("prefill", "decode"),
@@ -366,14 +366,9 @@ class SparDA(Budgeted):
             return super().positions(seen)
         if self.evict:
             return self.index.long()
-        slots = torch.arange(self.planned.num_slots, device=seen.device)
-        later = slots + self.offset[:, None]
         pages = self.index.long()[..., None]
         held = torch.where(pages < 0, -1, pages * self.page + torch.arange(self.page, device=seen.device)).flatten(1)
-        held = torch.cat([held, later[:, self.planned.kept :]], dim=1)
-        # a short prompt leaves index entries at -1; the tokens after it lie at slot + offset
-        held = torch.where(held < 0, later, held)
-        return torch.where(slots < (seen - self.offset)[:, None], held, -1)
+        return held_positions(held[:, None], self.offset, self.planned.num_slots, seen)[:, 0]
 
 
 def check_layers(name: str, layers: Any) -> None:
